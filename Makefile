@@ -222,6 +222,17 @@ kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what
 bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out
 
+# Installs nothing: a machine with a GPU may have no network, and then its own interpreter runs this. GPU are further
+# arguments, such as --only kernels, --device fake, or --model FOLDER.
+GPU_PYTHON = PYTHONPATH=.:kernels:clients/python $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_TARGET_PYTHON ?= 3.12
+.PHONY: gpu gpu-wheels
+gpu:  ## Build, check and measure all that uses a GPU (8 minutes; JSON in bench-out/)
+	$(GPU_PYTHON) -m benchmarks.first_contact --out bench-out $(GPU)
+
+gpu-wheels:  ## Collect the wheels that `make gpu` needs on a machine without a network (40 MB, in build/gpu-wheels)
+	$(GPU_PYTHON) -m benchmarks.first_contact.offline_wheels --python $(GPU_TARGET_PYTHON)
+
 # Engines to compare with, each in an environment apart from ours. llama.cpp is compiled for this very machine.
 LLAMA       ?= llama-cpp-python==0.3.36
 LLAMA_VENV  := .venv-llama

@@ -17,7 +17,6 @@ NAMES = (
     "speculate",
     "quality",
     "rag",
-    "kernels",
     "cpu_kernels",
     "store",
     "faults",
@@ -29,7 +28,7 @@ NAMES = (
     "engines",
     "peers",
 )
-_WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "hostile", "streaming")
+_WITHOUT_MODEL = ("cpu_kernels", "store", "faults", "soak", "hostile", "streaming")
 
 
 def main() -> None:

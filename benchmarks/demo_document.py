@@ -1,4 +1,4 @@
-"""Demo with a real model: questions about a document, two kills, the document computed once.
+"""Demo with a real model: computes a document once, through two kills.
 
 Worker 0 is killed and worker 1 continues; then the cache daemon is killed, and a new worker 0 answers from the chunks
 on disk. Every question is also asked without the cache, and the answers must be equal, token by token.

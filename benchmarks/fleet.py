@@ -10,10 +10,11 @@ remote_warm   B's first question about it: A's chunks come over the link, if tha
 local         the same question again: now B has the chunks
 remote_down   the server is stopped, the document new to both: the cost of an absent tier
 
-The first three alternate for each document, the last one with nocache while the server is stopped.
+The first three alternate for each document. ``remote_down`` alternates with ``nocache`` while the server is stopped.
 
-``warm_over_bound`` is ``remote_warm`` over the better of computing and the minimum of loading: the bytes at the link's
-speed, then the time of ``local``. With ``--out`` an interrupted run resumes.
+``warm_over_bound`` is ``remote_warm`` divided by its bound: the time of computing or that of loading, whichever is
+shorter. Loading takes the bytes at the link's speed and then the time of ``local``. With ``--out`` an
+interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.repair_strategies import STRATEGIES
 from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab
 from inference_svc.context_reuse.selectors import DEFAULT_SELECTOR
-from inference_svc.context_reuse.verify import shuffled_order
+from inference_svc.context_reuse.verifier import shuffled_order
 from training import tasks
 
 TEXT = Path(__file__).parent / "data" / "held_out.jsonl"

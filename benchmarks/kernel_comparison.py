@@ -1,4 +1,4 @@
-"""Comparison of kernels with a reference and a bound, for ``kernels`` and ``cpu_kernels``."""
+"""Comparison of kernels with a reference and a bound."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,88 +22,188 @@ MEANINGS = {
     "decode_ms": "time per output token",
 }
 PLOTTED = ("peers", "agents")
-_AGENTS = ("ttft_ms_p50", "reused_ratio", "ideal_reused_ratio", "tokens_per_s")
-_ENGINES = ("ttft_ms_p50", "cached_tokens", "identical")
+_HEAD = """\
+# Side by side with other engines
+
+`python -m benchmarks.peers_page` writes this page from one run of each benchmark (`benchmarks/results`). Times are in \
+milliseconds. The machines are shared, so only ratios within a table are meaningful. `make bench-peers` installs the \
+other systems. Models named `shape:…` have random weights in the shape of the named model: they show speed, not quality.
+"""
+_ABOUT = {
+    "peers": (
+        "Four engines, the same prompts",
+        "Each system reads new documents, answers a question about each, and answers another one after SIGKILL and a "
+        "new process. A system without persistence computes the document again. `ours` is our worker with 16-bit "
+        "weights, `ours_w8` and `ours_w4` with 8 and 4 bits. The list above each table compares a system with "
+        "our arm of as many bits per weight. `vllm_kvsidecar` is vLLM with our connector.",
+    ),
+    "agents": (
+        "Agents with tools",
+        "Clients continue their histories (`grow`), return to an earlier turn (`branch`), ask for a summary "
+        "(`compact`), continue from it (`compacted`), and continue after SIGKILL to the engine (`restarted`). "
+        "`nocache` is our worker without a cache, `prefix` with its own prefix cache only, `ours` with the daemon; the "
+        "arms of vLLM have the same three stages. The ideal share of reused tokens is the longest prefix that an "
+        "earlier prompt or answer has in common with the prompt. `all` excludes the first step.",
+    ),
+    "engines": (
+        "vLLM with and without our connector",
+        "`nocache` reads a new document, `own_cache` uses vLLM's own prefix cache, `kvsidecar` our connector. In the "
+        "restarted arms everything comes from the daemon, or from the daemon's disk. `example_connector` is the "
+        "connector that vLLM ships. `chat` rows are turns of one conversation. Equal answers means that the greedy "
+        "answers with and without a connector are the same.",
+    ),
+    "engine_faults": (
+        "Two vLLM engines under faults",
+        "Two engines share one daemon under load, while SIGKILL ends engines, the daemon, and the daemon's supervisor. "
+        "Every answer is compared with the answer of vLLM without a connector.",
+    ),
+}
+_LABELS = {
+    "answers": "answers compared",
+    "answers_plain_is_sure_of": "of these, answers that vLLM alone repeats in every batch",
+    "answers_different_where_sure": "of these, different answers with our connector",
+    "plain_different_where_sure": "of these, different answers of a second vLLM without a connector",
+    "answers_different": "different answers with our connector, of all",
+    "plain_different": "different answers of a second vLLM without a connector, of all",
+    "answers_reused_ratio": "share of prompt tokens that came from the daemon",
+    "chat_reuse_of_ideal": "reused tokens of the conversation as a share of the ideal",
+    "chat_identical": "all answers of the conversation are equal",
+    "overhead_ttft_ratio": "TTFT of new prompts with our connector, as a multiple of TTFT without",
+    "overhead_throughput_ratio": "throughput of new prompts with our connector, as a multiple of throughput without",
+    "overhead_ttft_spread": "spread of the TTFT of new prompts",
+    "overhead_throughput_spread": "spread of the throughput of new prompts",
+    "example_over_own_cache": "TTFT of the example connector, as a multiple of vLLM's own cache",
+    "restarted_over_own_cache": "TTFT after a restart of the engine, as a multiple of vLLM's own cache",
+    "speedup_after_restart": "speedup over computing after a restart of the engine",
+    "cold_ttft_ratio": "TTFT of a new document with our connector, as a multiple of TTFT without",
+    "interrupted": "requests in an engine that was killed",
+    "prompts_vllm_is_sure_of": "prompts that vLLM alone answers alike in every batch",
+}
+_FAULT_PHRASES = {
+    "kill_engine_0": "SIGKILL to the first engine",
+    "kill_engine_1": "SIGKILL to the second engine",
+    "kill_daemon": "SIGKILL to the daemon",
+    "kill_daemon_and_supervisor": "SIGKILL to the daemon and its supervisor",
+    "kill_daemon_and_guardian": "SIGKILL to the daemon and its supervisor",  # the name in older results
+}
+# Our arm with as many bits per weight.
+_SAME_BITS = {"llama.cpp_q8_0": "ours_w8", "llama.cpp_q4_0": "ours_w4"}
+_STEPS = ("all", "compacted", "restarted")
 Result = dict[str, Any]
 
 
 def page(results: dict[str, Result]) -> str:
     """Return the page for the available results, by file name."""
-    parts = [
-        "# Side by side with other engines",
-        "`python -m benchmarks.peers_page` writes this page from one run of each benchmark (`benchmarks/results`). "
-        "Times are in milliseconds on a shared machine, so only ratios within a table are meaningful. The docstrings "
-        "of `peers.py`, `agents.py` and `engines.py` in `benchmarks` describe the set-up of each system, and "
-        "`make bench-peers` installs the systems.",
-    ]
-    for name, result in results.items():
-        kind = result["benchmark"]
-        plot = [f"![{kind}](plots/{name}.png)"] if kind in PLOTTED else []
-        parts += [f"## {name}", _about(result), *plot, *_SECTIONS[kind](result)]
+    parts = [_HEAD.rstrip()]
+    for kind, (title, about) in _ABOUT.items():
+        found = {name: result for name, result in results.items() if result["benchmark"] == kind}
+        parts += [f"## {title}", about] if found else []
+        for name, result in found.items():
+            plot = [f"![{kind}](plots/{name}.png)"] if kind in PLOTTED else []
+            parts += [f"### {_title(result)}", _command(result), *plot, *_SECTIONS[kind](result)]
+            parts += _missing(result["summary"])
     return "\n\n".join(parts) + "\n"
 
 
 def _peers(result: Result) -> list[str]:
     rows = result["rows"]
-    ours = {r["context_tokens"]: r for r in rows if r["system"] == "ours"}
+    ours = {(r["system"], r["context_tokens"]): r for r in rows if r["system"].startswith("ours")}
     lost = []
     for r in rows:
-        own = ours.get(r["context_tokens"], {})
-        for metric in METRICS if not r["system"].startswith("ours") and own else ():
+        tokens = r["context_tokens"]
+        own = ours.get((_SAME_BITS.get(r["system"], "ours"), tokens)) or ours.get(("ours", tokens))
+        for metric in METRICS if own is not None and not r["system"].startswith("ours") else ():
             if r[metric] < own[metric]:
-                share = f"{r['system']} needs {r[metric] / own[metric]:.2f} of our time"
-                lost.append(f"- {MEANINGS[metric]}, {r['context_tokens']:,} tokens: {share}")
-    head = ["system", "tokens", *MEANINGS.values()]
-    table = _table(head, [[r["system"], r["context_tokens"], *(r[m] for m in METRICS)] for r in rows])
+                share = f"{r['system']} needs {r[metric] / own[metric]:.2f} of the time of {own['system']}"
+                lost.append(f"- {MEANINGS[metric]}, {tokens:,} tokens: {share}")
+    table = _table(
+        ["system", "tokens", *MEANINGS.values()],
+        [[r["system"], r["context_tokens"], *(r[m] for m in METRICS)] for r in rows],
+    )
     faster = "\n".join(lost) or "- nothing in this run"
-    return ["**Other systems are faster at:**", faster, table, *_missing(result["summary"])]
+    return ["**Other systems are faster at:**", faster, table]
 
 
 def _agents(result: Result) -> list[str]:
-    rows = [[r["arm"], r["step"], *(r[n] for n in _AGENTS)] for r in result["rows"]]
-    return [_table(["arm", "step", *_AGENTS], rows), _list(result["summary"])]
+    names = ("ttft_ms_p50", "reused_ratio", "ideal_reused_ratio", "tokens_per_s")
+    head = ["arm", "step", "median TTFT", "reused share", "ideal share", "tokens per second"]
+    by_step = _table(head, [[r["arm"], r["step"], *(r[n] for n in names)] for r in result["rows"]])
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for name, value in result["summary"].items():
+        found = re.fullmatch(rf"(\w+)_ttft_better_than_(\w+)_({'|'.join(_STEPS)})", name)
+        if found:
+            ratios.setdefault((found[1], found[2]), {})[found[3]] = value
+    speedups = [[arm, other, *(r.get(step, "") for step in _STEPS)] for (arm, other), r in ratios.items()]
+    return [by_step, "TTFT of one arm as a multiple of ours:", _table(["ours", "other arm", *_STEPS], speedups)]
 
 
 def _engines(result: Result) -> list[str]:
-    rows = [[r["arm"], r["context_tokens"], *(r[n] for n in _ENGINES)] for r in result["rows"]]
-    return [_table(["arm", "tokens", *_ENGINES], rows), _list(result["summary"])]
+    names = ("arm", "context_tokens", "ttft_ms_p50", "cached_tokens", "identical")
+    rows = [[r[name] for name in names] for r in result["rows"]]
+    table = [_table(["arm", "tokens", "median TTFT", "cached tokens", "equal answers"], rows)] if rows else []
+    return [*table, _list(result["summary"])]
 
 
 def _faults(result: Result) -> list[str]:
-    return [_table(["fault", "rounds"], [[r["fault"], r["rounds"]] for r in result["rows"]]), _list(result["summary"])]
+    rows = [[_FAULT_PHRASES[r["fault"]], r["rounds"]] for r in result["rows"]]
+    return [_table(["fault", "rounds"], rows), _list(result["summary"])]
 
 
 _SECTIONS = {"peers": _peers, "agents": _agents, "engines": _engines, "engine_faults": _faults}
 
 
-def _about(result: Result) -> str:
+def _title(result: Result) -> str:
+    config, parts = result["config"], result["config"].get("parts", [])
+    num = f", {len(config['systems'])} systems" if "systems" in config else ""
+    only = f", {' and '.join(parts)} only" if parts and len(parts) < 3 else ""
+    cpu = re.sub(r"\(R\)| Processor.*", "", result["machine"]["cpu"])
+    return f"{config['model']}{num}{only} on {cpu}"
+
+
+def _command(result: Result) -> str:
     machine, config = result["machine"], result["config"]
     flags = " ".join(
-        f"--{k.replace('_', '-')} {_said(v)}" for k, v in config.items() if v is not False and v is not True
+        f"--{name.replace('_', '-')} {' '.join(map(_flag, value)) if isinstance(value, list) else _flag(value)}"
+        for name, value in config.items()
+        if not isinstance(value, bool)
     )
     return f"{machine['cpu']}, {machine['cores']} cores. `python -m benchmarks.{result['benchmark']} {flags}`"
 
 
+def _flag(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _missing(summary: Result) -> list[str]:
     found = summary.get("missing") or {}
-    return [f"Missing, {name}: {str(why).splitlines()[0]}" for name, why in found.items()]
+    if isinstance(found, dict):
+        return [f"Missing, {name}: {str(why).splitlines()[0]}" for name, why in found.items()]
+    return [f"Missing: {why}" for why in ([found] if isinstance(found, str) else found)]
 
 
 def _list(summary: Result) -> str:
-    return "\n".join(f"- `{name}`: {_said(value)}" for name, value in summary.items())
+    lines = []
+    for name, value in summary.items():
+        tokens = re.search(r"_(\d+)$", name)
+        label = _LABELS.get(name.removesuffix(tokens[0]) if tokens else name, name.replace("_", " "))
+        if value not in ({}, []) and name != "missing":
+            lines.append(f"- {label}{f' ({int(tokens[1]):,} tokens)' if tokens else ''}: {_shown(value)}")
+    return "\n".join(lines)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_said(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_shown(cell) for cell in line) + " |" for line in lines)
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     if isinstance(value, list):
-        return " ".join(map(_said, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        return ", ".join(map(_shown, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from benchmarks.real_prompts import CONTROLS, TASKS, TEXTS, RealPrompt, RealSamp
 from benchmarks.recompute_oracle import FullPrefill, oracle_outcome
 from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
-from inference_svc.context_reuse.verify import divergence, shuffled_order
+from inference_svc.context_reuse.verifier import divergence, shuffled_order
 from inference_svc.models.loader import load, quiet_transformers
 
 KINDS = (*TEXTS, *TASKS, *CONTROLS)

@@ -1,6 +1,7 @@
 """Checks sizes at the start: arena and staging against memory, the store against its file system.
 
-A daemon that the kernel ends for memory, or whose disk is full after a week, says nothing of its settings.
+Otherwise the kernel may end the daemon for memory, or its disk may be full after a week, and no message would name the
+setting.
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ class DaemonConfig(BaseSettings):
     """Port of the Prometheus endpoint; 0 for none."""
     metrics_host: str = "127.0.0.1"
     """Address of the Prometheus endpoint. Unauthenticated; it exposes no texts, salts or tokens."""
+    metrics_tenants: int = Field(default=0, ge=0, le=1000)
+    """Number of tenants of the tenants file that reuse metrics name in a label; the rest is "other". 0: no label."""
     health_tcp: str = ""
     """Additional host:port with grpc.health.v1.Health alone, without TLS and authentication: for probes."""
     otlp_endpoint: str = ""

@@ -30,9 +30,9 @@ from cache_daemon.durable.durable_tier import ArchiveSource, OutOfSpace, TierFai
 from cache_daemon.durable.encryption import key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
+from cache_daemon.online_backup import OnlineBackup
 from cache_daemon.remote.address import Credentials, credentials_of
 from cache_daemon.remote.archive_objects import SCHEME, downloaded_archive, upload_on_exit
-from cache_daemon.running_store import RunningStore
 
 OK, CORRUPT, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
@@ -243,7 +243,7 @@ def _source(
     only_one_is_named = (socket is None) != (store is None)
     if socket is not None if only_one_is_named else listens(target):
         with connected(str(target)) as daemon:
-            yield RunningStore(daemon, roots)
+            yield OnlineBackup(daemon, roots)
         return
     folder = _folder(store)
     with _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier:

@@ -39,6 +39,7 @@ from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.observability.call_metrics import CallMetrics
 from cache_daemon.observability.otel import Telemetry, telemetry
+from cache_daemon.observability.reuse_metrics import ReuseMetrics
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.observability.tier_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.traffic_trace import record_traffic
@@ -95,9 +96,10 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                     CallMetrics(otel.call_span),
                     loop_monitor.max_stall_ms,
                     on_lookup=on_lookup,
+                    reuse=ReuseMetrics(lambda account: tenants().name_of(account), config.metrics_tenants),
                     restarts=restart_counts(),
                 )
-                snapshots = StatsSnapshots(shared.stats, shared.calls, asyncio.get_running_loop())
+                snapshots = StatsSnapshots(shared.stats, shared.calls, shared.reuse, asyncio.get_running_loop())
                 otel.observe(snapshots)
                 with _metrics(snapshots, config):
                     await _serve(config, tenants, shared, summary, stop)

@@ -92,6 +92,7 @@ def test_no_module_is_named_by_a_verb_in_ing() -> None:
         "folding",
         "rounding",
         "sampling",
+        "scaling",
         "scheduling",
         "staging",
         "streaming",

@@ -36,6 +36,7 @@ class TenantsTable:
     default: TenantLimits = UNLIMITED
     _by_salt: Mapping[bytes, TenantLimits] = field(default_factory=dict, repr=False)
     _by_id: Mapping[bytes, TenantLimits] = field(default_factory=dict, repr=False)
+    _names: Mapping[bytes, str] = field(default_factory=dict, repr=False)
     _by_token: Mapping[bytes, Principal] = field(default_factory=dict, repr=False)
     _by_certificate: Mapping[str, Principal] = field(default_factory=dict, repr=False)
 
@@ -54,6 +55,10 @@ class TenantsTable:
         salt would get a new quota with every salt.
         """
         return tenant_id if tenant_id in self._by_id else b""
+
+    def name_of(self, account: bytes) -> str:
+        """Return the name of a tenant's table; empty for the account that other tenants share."""
+        return self._names.get(account, "")
 
     @property
     def has_tokens(self) -> bool:
@@ -136,6 +141,7 @@ class _TenantsFileParser:
         default = self._table(tables.get("default", {}), "[default]")
         self._known(default, _LIMITS, "[default]")
         by_salt: dict[bytes, TenantLimits] = {}
+        names: dict[bytes, str] = {}
         tokens: dict[bytes, list[Principal]] = {}
         certificates: dict[str, list[Principal]] = {}
         for name, given in self._table(tables.get("tenant", {}), "[tenant]").items():
@@ -151,6 +157,7 @@ class _TenantsFileParser:
                 if salt in by_salt:
                     self._refuse(where, "its salt is that of another table, too; give each tenant its own")
                 by_salt[salt] = limits
+                names[self._tenant_id(salt)] = name
             if principal.operator and any(key in table for key in _LIMITS):
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             for text in self._texts(table, "tokens", where):
@@ -166,6 +173,7 @@ class _TenantsFileParser:
             self._limits(default, "[default]"),
             by_salt,
             {self._tenant_id(salt): limits for salt, limits in by_salt.items()},
+            names,
             {token: _union(found) for token, found in tokens.items()},
             {name: _union(found) for name, found in certificates.items()},
         )

@@ -56,7 +56,7 @@ class MissExplainer:
     """
 
     def __init__(self, tiers: TierManager, pending_tokens: Callable[[bytes, bytes], int]) -> None:
-        """``pending_tokens`` as in ``TwoPhaseCommit``."""
+        """``pending_tokens`` as in ``Reservations``."""
         self._tiers, self._pending_tokens, self._tags = tiers, pending_tokens, TokenTags()
         now = tiers.clock()
         self.prompts: TagHistory[int] = TagHistory(MAX_HISTORY_BYTES, MAX_TENANT_BYTES, now)  # value: tokens in all
@@ -86,7 +86,7 @@ class MissExplainer:
         """Report why a match ended before the prompt's last token, and remember the prompt.
 
         ``matches`` are the last chunks of the prefix, which has ``matched_tokens`` in all. ``load_slower`` as in
-        ``FetchResult``. Returns None if the match did not end.
+        ``FetchResult``. Returns None if the whole prompt matched.
         """
         tags = self._tags.tag(ids[: MAX_TAGGED_TOKENS * keys.TOKEN_BYTES])
         tokens, account = len(ids) // keys.TOKEN_BYTES, self._tiers.accounts.account_of(owner.tenant_id).id

@@ -31,10 +31,10 @@ class _TenantPart:
 
 
 class TagHistory(Generic[T]):
-    """Runs in groups (the beginnings that they continue); the oldest are dropped first.
+    """Token runs, grouped by the prefix that they continue; the oldest are dropped first.
 
-    ``max_bytes`` bounds all of them, ``max_tenant_bytes`` those of one tenant, estimated. ``started_at`` is the time
-    since which it records, on the clock of ``add``.
+    ``max_bytes`` bounds the estimated size of all runs, ``max_tenant_bytes`` that of one tenant's. ``started_at`` is
+    the time when the recording began, on the clock of ``add``.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int, started_at: float) -> None:

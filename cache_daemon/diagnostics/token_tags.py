@@ -16,8 +16,8 @@ _KEY_BITS = 32
 class TokenTags:
     """Keyed hash of tokens at their positions.
 
-    Equal tokens at equal positions have equal tags, others differ but for one in 65,536. Without the key, which no
-    other process has, tags reveal neither tokens nor repetitions.
+    Equal tokens at equal positions have equal tags; of others, one in 65,536 has an equal tag by chance. Without the
+    key, which no other process has, tags reveal neither tokens nor repetitions.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class Calibration:
         return self.ratio / self.disk + 1 / self.unpack <= 1 / self.disk
 
 
-class PayloadCompressor:
+class CompressionPolicy:
     """Compresses payloads of a store. ``active`` is None until it is calibrated."""
 
     def __init__(self, mode: Compression, spare: IdleCoreCounter | None = None) -> None:

@@ -211,8 +211,8 @@ def leaf_nodes(page: bytes, number: int) -> list[Node]:
 def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
     """Return the readable entries of a corrupt leaf page, which the caller must check.
 
-    The page's number or its kind must be right. If the end of the node list is lost, the list continues as long as its
-    offsets lead to nodes in use: removed nodes lie before the first of those.
+    The page's number or its kind must be right. If the end of the node list is lost, the list is read as long as its
+    offsets lead to nodes in use; removed nodes lie at lower offsets than these.
     """
     named, _, flags, lower, upper = _HEADER.unpack_from(page)
     if named != number and flags & ~_DIRTY != LEAF:

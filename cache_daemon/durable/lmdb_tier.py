@@ -19,7 +19,7 @@ import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.compression_policy import MIN_CALIBRATION_BYTES, Compression, PayloadCompressor
+from cache_daemon.durable.compression_policy import MIN_CALIBRATION_BYTES, Compression, CompressionPolicy
 from cache_daemon.durable.disk_space import PROBE_BYTES, DiskSpace, is_full
 from cache_daemon.durable.durable_tier import (
     Loaded,
@@ -92,7 +92,7 @@ class LmdbTier:
         except BaseException:
             self._folder.release()
             raise
-        self._compressor = PayloadCompressor(compression)
+        self._compressor = CompressionPolicy(compression)
         self._reader = PayloadReader(lambda prefix_hash: self._entries.get(prefix_hash), self._cipher)
 
     def _open(self) -> TierContents:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsidecar import keys
 
 from cache_daemon.durable import payload_codec
-from cache_daemon.durable.compression_policy import PayloadCompressor
+from cache_daemon.durable.compression_policy import CompressionPolicy
 from cache_daemon.durable.durable_tier import Put, WriteGroup
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_env import Transaction
@@ -113,7 +113,7 @@ class WriteBatch:
 
 
 def encode_chunks(
-    puts: Sequence[Put], compressor: PayloadCompressor, cipher: Cipher, last_order: int
+    puts: Sequence[Put], compressor: CompressionPolicy, cipher: Cipher, last_order: int
 ) -> list[EncodedChunk | None]:
     """Encode chunks for storing; None for payloads that do not match their header."""
     sound = [

@@ -14,9 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES, SECONDS
 from cache_daemon.observability.metrics_server import MetricsServer
+from cache_daemon.observability.reuse_metrics import COUNTERS as COUNTERS_OF_REUSE
+from cache_daemon.observability.reuse_metrics import MISSES, ReuseLabels
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 
-_PREFIX = "kvsidecar_cache_"
+_PREFIX, _REUSE_PREFIX = "kvsidecar_cache_", "kvsidecar_engine_"
 
 
 class StoreCollector:
@@ -53,6 +55,21 @@ class StoreCollector:
         for method, seconds in list(calls.seconds.items()):
             spent.add_metric((method,), seconds)
         yield spent
+        yield from self._reuse()
+
+    def _reuse(self) -> Iterable[Metric]:
+        totals = sorted(self._snapshots.reuse.totals.items())
+        for name, text in COUNTERS_OF_REUSE.items():
+            family = CounterMetricFamily(_REUSE_PREFIX + name, text, labels=ReuseLabels._fields)
+            for labels, counts in totals:
+                family.add_metric(labels, getattr(counts, name))
+            yield family
+        for name, text in MISSES.items():
+            family = CounterMetricFamily(_REUSE_PREFIX + name, text, labels=(*ReuseLabels._fields, "kind"))
+            for labels, counts in totals:
+                for kind, count in list(getattr(counts, name).items()):
+                    family.add_metric((*labels, kind), count)
+            yield family
 
 
 @contextmanager

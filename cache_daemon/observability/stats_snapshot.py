@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
 from cache_daemon.observability.call_metrics import CallMetrics
+from cache_daemon.observability.reuse_metrics import ReuseMetrics
 
 _TIMEOUT_SECONDS = 5.0
 
@@ -16,13 +17,18 @@ _TIMEOUT_SECONDS = 5.0
 class StatsSnapshots:
     """Statistics of the daemon for other threads.
 
-    ``read_stats`` runs on ``loop``, which must not be the caller's thread. ``calls`` may be read from any thread.
+    ``read_stats`` runs on ``loop``, which must not be the caller's thread. ``calls`` and ``reuse`` may be read from any
+    thread.
     """
 
     def __init__(
-        self, read_stats: Callable[[], StatsResponse], calls: CallMetrics, loop: asyncio.AbstractEventLoop
+        self,
+        read_stats: Callable[[], StatsResponse],
+        calls: CallMetrics,
+        reuse: ReuseMetrics,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.calls, self._read_stats, self._loop = calls, read_stats, loop
+        self.calls, self.reuse, self._read_stats, self._loop = calls, reuse, read_stats, loop
 
     def take(self) -> StatsResponse:
         """Return the current statistics. Raises TimeoutError when the loop does not answer."""

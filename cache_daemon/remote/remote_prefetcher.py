@@ -20,6 +20,7 @@ from kvsidecar import keys
 
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
+from cache_daemon.remote.fetch_or_compute import FetchOrCompute
 from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookup, InflightLookups
 from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter, consume_exception
 from cache_daemon.remote.remote_record import RemoteRecord
@@ -28,10 +29,6 @@ from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of the computing time.
-_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR, _LOOKUP_MAX_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
-# Longest fetch, also where the cost of computing is unknown.
-_MAX_FETCH_SECONDS = 10.0
 # Fewer tokens are not worth a lookup; one lookup has at most this many chunks.
 _MIN_TOKENS, _MAX_CHUNKS = 16, 1024
 # Maximal number of groups of payloads that are downloading, or downloaded and not inserted; and the time without an
@@ -75,7 +72,7 @@ class RemotePrefetcher:
         lookups: InflightLookups,
     ) -> None:
         self._tiers, self._inserter, self._tier = tiers, inserter, tier
-        self._epochs, self._lookups = epochs, lookups
+        self._epochs, self._lookups, self._decision = epochs, lookups, FetchOrCompute(tier.latency)
         self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # a result of False: the fetch was cancelled
         self._downloads = _Downloads(tier)
         self._measurement: asyncio.Task[None] | None = None
@@ -103,12 +100,12 @@ class RemotePrefetcher:
         if not spans:
             return 0, False
         prefill_seconds = request.hints.seconds_per_token * ahead
-        if prefill_seconds and self._tier.latency.estimate_seconds(0, 2) > prefill_seconds:
+        if self._decision.computing_is_faster(prefill_seconds):
             self._record_bypass()
             return 0, False  # it is unknown what the tier has
         while (running := self._inflight_by_key.get(spans[0].key)) is not None:
             # Another request fetches the same chunks. The result is matched later, unless that request was cancelled.
-            limit = min(request.hints.timeout_seconds, prefill_seconds or _LOOKUP_SECONDS)
+            limit = self._decision.wait_timeout(request.hints, prefill_seconds)
             await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
             if not running.done() or running.result():
                 return 0, False
@@ -157,11 +154,8 @@ class RemotePrefetcher:
         began: float,
     ) -> tuple[int, bool]:
         self.counters.lookups += 1
-        usual = min(
-            _LOOKUP_MAX_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR * self._tier.latency.latency_seconds)
-        )
-        patience = min(usual, request.hints.timeout_seconds, prefill_seconds * _LOOKUP_SHARE or _LOOKUP_SECONDS)
-        found = await self._tier.find(request.root, [span.key for span in spans], patience)
+        timeout = self._decision.lookup_timeout(request.hints, prefill_seconds)
+        found = await self._tier.find(request.root, [span.key for span in spans], timeout)
         was_invalidated = lookup.invalidated
         if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return 0, False
@@ -174,15 +168,11 @@ class RemotePrefetcher:
             records.pop()
         if not records or lookup.invalidated:
             return 0, False
-        ready = _prefill_deadlines(request.hints.seconds_per_token, records, [span.end - before for span in spans])
-        spent = time.perf_counter() - began
-        chosen = self._num_worth_fetching(
-            records, ready, min(request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
-        )
+        ends = [span.end - before for span in spans]
+        chosen, limit = self._decision.choose(request.hints, records, ends, time.perf_counter() - began)
         if not chosen:
             self._record_bypass(records)
             return 0, True
-        limit = min(ready[chosen - 1], request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
         late = await self._download(request, lookup, records[:chosen], limit)
         tokens = max(0, self._num_cached_tokens(request) - before)
         self.counters.tokens += tokens
@@ -208,19 +198,6 @@ class RemotePrefetcher:
                 break
             out.append(record)
         return out
-
-    def _num_worth_fetching(self, records: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
-        """Count the leading records that arrive before they could be computed.
-
-        ``ready`` has the prefill time up to each record; ``left`` is the remaining time in seconds.
-        """
-        size = best = 0
-        for n, (record, computed) in enumerate(zip(records, ready, strict=True), 1):
-            size += record.stored_length
-            takes = self._tier.latency.estimate_seconds(size)
-            if takes <= left and takes <= computed:
-                best = n
-        return best
 
     # ---- download -------------------------------------------------------------------------------------------
 
@@ -334,15 +311,3 @@ class _Downloads:
             for task in tasks:
                 task.cancel()
                 task.add_done_callback(consume_exception)
-
-
-def _prefill_deadlines(seconds_per_token: float, records: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
-    """Return the seconds in which the caller could compute up to each record.
-
-    If the caller gives no ``seconds_per_token``, the writers' own prefill times count.
-    """
-    out, known = [], 0.0
-    for record, ahead in zip(records, tokens, strict=False):
-        known += record.header.prefill_seconds
-        out.append(seconds_per_token * ahead or known or _MAX_FETCH_SECONDS)
-    return out

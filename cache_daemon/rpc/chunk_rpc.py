@@ -10,15 +10,16 @@ import numpy as np
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, UnknownSession
+from kvsidecar.miss_kinds import miss_kind_name
 
 from cache_daemon.diagnostics.miss_explainer import PromptOwner
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import unary, undo_if_cancelled
 from cache_daemon.rpc.servicer_base import ServicerBase
-from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.prompt_hints import PromptHints
+from cache_daemon.store.reservations import ReserveResult
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
 
@@ -100,10 +101,18 @@ class ChunkServicer(ServicerBase):
         )
         if reason is not None:
             answer.miss.CopyFrom(reason)
+            if not self.private:
+                return
+            missing = len(ids) // keys.TOKEN_BYTES - max(answer.matched_tokens, request.known_tokens)
+            account = self.store.accounts.account_of(owner.tenant_id).id
+            self.shared.reuse.add_miss(owner.namespace, account, miss_kind_name(reason.kind), missing)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         session = self.session(context, request.session_id)
+        for report in request_validation.check_load_reports(request):
+            if lease := session.leases.get(report.lease_id):
+                self.shared.reuse.add_load(session, lease.chunks, report)
         return pb.ReleaseResponse(released=self.store.release(session, request.lease_ids))
 
     @unary
@@ -141,7 +150,12 @@ class ChunkServicer(ServicerBase):
         session = self.session(context, request.session_id)
         request_validation.check_max("the number of items", len(request.items), request_validation.MAX_ITEMS)
         items = [(item.reservation_id, item.checksum) for item in request.items]
+        reserved = [session.reservations.get(reservation_id) for reservation_id, _ in items]
         outcomes = await self.store.commit(session, request.epoch, items)
+        for one, outcome in zip(reserved, outcomes, strict=True):
+            if one is not None and outcome == pb.COMMIT_OUTCOME_COMMITTED:
+                header = one.header
+                self.shared.reuse.add_stored(session, one.tenant.id, header.token_count, header.payload_bytes)
         return pb.CommitResponse(committed=outcomes.count(pb.COMMIT_OUTCOME_COMMITTED), outcomes=outcomes)
 
     @unary

@@ -115,6 +115,15 @@ def check_lease_id(name: bytes) -> bytes:
     return name
 
 
+def check_load_reports(request: pb.ReleaseRequest) -> Sequence[pb.LoadReport]:
+    """Return the load reports of a Release. Raises InvalidRequest."""
+    check_max("the number of loads", len(request.loads), len(request.lease_ids))
+    for report in request.loads:
+        for name in ("tokens", "payload_bytes", "microseconds"):
+            check_max(f"a load's {name}", getattr(report, name), MAX_TOTAL)
+    return request.loads
+
+
 def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
     """Return a name for each header, empty where the caller gave none. Raises InvalidRequest."""
     if not names:

@@ -12,6 +12,7 @@ from kvsidecar.errors import Context, PermissionDenied
 
 from cache_daemon.auth.principal import Principal
 from cache_daemon.observability.call_metrics import CallMetrics
+from cache_daemon.observability.reuse_metrics import ReuseMetrics
 from cache_daemon.prefork_supervisor import RestartCounts
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.caller_budgets import CallerLimits, LargeRequests, OpenStreams
@@ -28,6 +29,7 @@ class ServiceState:
     calls: CallMetrics = field(default_factory=CallMetrics)
     stall_ms: Callable[[], float] = lambda: 0.0
     on_lookup: Callable[[bytes, bytes], None] | None = None  # gets root and ids of every prompt that is looked up
+    reuse: ReuseMetrics = field(default_factory=ReuseMetrics)
     restarts: RestartCounts = field(default_factory=RestartCounts)
     open_streams: OpenStreams = field(default_factory=OpenStreams)
     large_requests: LargeRequests = field(default_factory=LargeRequests)

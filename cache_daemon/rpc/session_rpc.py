@@ -81,6 +81,7 @@ class SessionServicer(ServicerBase):
             name, hello.descriptor, hello.namespace, shares_memory=self.private, owner=principal
         )
         self.store.misses.describe(session.namespace, session.descriptor)
+        self.shared.reuse.attach(session, hello.engine)
         return session, version
 
     def _welcome(self, session: Session, version: int) -> pb.Welcome:

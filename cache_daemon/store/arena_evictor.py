@@ -50,11 +50,11 @@ class ArenaEvictor:
             return False
         pending = self.tiers.pending_slots.items()
         pending_bytes = sum(footprint(slot.size_bytes) for slot, owner in pending if owner is tenant)
-        return self.tiers.arena_ledger.over_quota(tenant, pending_bytes + footprint(size_bytes))
+        return self.tiers.arena_quotas.over_quota(tenant, pending_bytes + footprint(size_bytes))
 
     def _evict(self, tenant: TenantAccount, own: bool) -> int:
         """Evict one chunk. Returns the bytes freed; 0 when no chunk can be evicted."""
-        victim = next((c for c in self.tiers.arena_ledger.victims(tenant, own) if not c.in_use), None)
+        victim = next((c for c in self.tiers.arena_quotas.victims(tenant, own) if not c.in_use), None)
         if victim is None:
             return 0
         self.tiers.evict_from_arena(victim, LossCause.ARENA_QUOTA if own else LossCause.ARENA_FULL)

@@ -100,7 +100,7 @@ class Chunk:
     expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
     retained_until: float = 0.0  # on the store's clock; wanted, see RetainedChunks
     group: str = ""  # see ChunkGroups
-    low_priority: bool = False  # see TierLedger
+    low_priority: bool = False  # see TierQuotas
     stored_bytes: int = 0  # in the durable tier
     write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING

@@ -30,7 +30,7 @@ class ChunkDeleter:
     """Deletes the chunks of one store."""
 
     def __init__(self, tiers: TierManager, ttl: TtlIndex, invalidate: Callable[[bytes, bytes, float], None]) -> None:
-        """Create the deleter; ``invalidate`` is called for every deletion, see ``TwoPhaseCommit.invalidate``."""
+        """Create the deleter; ``invalidate`` is called for every deletion, see ``Reservations.invalidate``."""
         self.tiers, self._ttl, self._invalidate = tiers, ttl, invalidate
         self._listing = ChunkList(tiers.index)
 

@@ -37,7 +37,6 @@ from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.chunk_reader import ChunkReader
-from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
@@ -50,6 +49,7 @@ from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
 from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
+from cache_daemon.store.reservations import Reservations
 from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
@@ -60,8 +60,9 @@ from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_accounts import TenantAccounts
 from cache_daemon.store.tier_manager import StoreContext, TierManager
-from cache_daemon.store.tier_quotas import TierLedger
+from cache_daemon.store.tier_quotas import TierQuotas
 from cache_daemon.store.ttl import TtlIndex
+from cache_daemon.store.two_phase_commit import TwoPhaseCommit
 from cache_daemon.store.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -96,17 +97,17 @@ class ChunkStore:
         self.events, self.sessions = EventLog(self.epoch), SessionTable(config.staging_bytes)
         self.counters, self._started = Counters(), time.monotonic()
         self._durable, self._threads = durable, StoreThreads(config.span)
-        arena_ledger = TierLedger(config.new_policy, lambda limits: limits.arena_bytes)
-        disk_ledger = TierLedger(config.new_policy, lambda limits: limits.store_bytes) if durable else None
+        arena_quotas = TierQuotas(config.new_policy, lambda limits: limits.arena_bytes)
+        disk_quotas = TierQuotas(config.new_policy, lambda limits: limits.store_bytes) if durable else None
         self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
-            arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
+            arena, PrefixIndex(bloom_filter), arena_quotas, disk_quotas, self._writer,
             StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
-        if disk_ledger is not None and self._writer is not None:
-            evictor = DiskEvictor(self.tiers, disk_ledger, config.durable_budget_bytes)
+        if disk_quotas is not None and self._writer is not None:
+            evictor = DiskEvictor(self.tiers, disk_quotas, config.durable_budget_bytes)
             self._persistence = Persistence(self.tiers, evictor, self._writer)
         self.ttl, self.groups = TtlIndex(self.tiers), ChunkGroups(self.tiers)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
@@ -118,12 +119,14 @@ class ChunkStore:
         self._lookup = Lookup(self.tiers, hints, promoter)
         self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
         self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, hints)
-        self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
-        self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
-        self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
-        self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
+        self._reservations = Reservations(self.tiers, self._inserter)
+        self._commit = TwoPhaseCommit(self.tiers, self._inserter, self._reservations, self.epoch, self._threads)
+        self.open_session, self.commit = self.sessions.open, self._commit.commit
+        self.reserve, self.abort = self._reservations.reserve, self._reservations.abort
+        self.scoped_reservation = self._reservations.scoped_reservation
+        self.misses = MissExplainer(self.tiers, self._reservations.pending_tokens)
         self.listing = ChunkList(self.tiers.index)
-        self._deleter = ChunkDeleter(self.tiers, self.ttl, self._commit.invalidate)
+        self._deleter = ChunkDeleter(self.tiers, self.ttl, self._reservations.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:
             self.remote = remote.new_coordinator(
@@ -191,7 +194,7 @@ class ChunkStore:
         for lease in session.leases.values():
             lease.release()
         session.leases.clear()
-        self._commit.abort(session, list(session.reservations))
+        self._reservations.abort(session, list(session.reservations))
         session.close_staging()
 
     # ---- chunks ---------------------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class ChunkStore:
         """
         found = self.tiers.index.get(prefix_hash)
         if found is None:  # the chunk may be reserved
-            self._commit.invalidate(root, prefix_hash)
+            self._reservations.invalidate(root, prefix_hash)
         async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
                 return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
@@ -366,7 +369,7 @@ class ChunkStore:
         out.sessions = len(self.sessions)
         out.chunks, out.tokens = len(tiers.index), tiers.index.tokens
         out.arena_bytes, out.arena_used_bytes = self.arena.size_bytes, self.arena.used_bytes
-        out.arena_chunks = len(tiers.arena_ledger)
+        out.arena_chunks = len(tiers.arena_quotas)
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
         out.pinned_bytes, out.retained_bytes = self._pins.pinned_bytes, self.retained.retained_bytes

@@ -9,11 +9,11 @@ import structlog
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
-from cache_daemon.store.tier_quotas import TierLedger
+from cache_daemon.store.tier_quotas import TierQuotas
 from cache_daemon.store.yield_timer import YieldTimer
 
 # Eviction continues to this share of the budget, so that it does not run at every write. If the disk is full although
-# the ledger is below the budget, it continues to the lower share.
+# usage is below the budget, it continues to the lower share.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
 # Extra evictions in one slice on the event loop: about 4 ms.
 _MAX_EXTRA_EVICTIONS = 64
@@ -24,37 +24,37 @@ log = structlog.get_logger("cache_daemon")
 class DiskEvictor:
     """Evicts chunks of the durable tier, which may use ``budget_bytes``. Runs on the event loop."""
 
-    def __init__(self, tiers: TierManager, ledger: TierLedger, budget_bytes: int) -> None:
-        self._tiers, self.ledger, self.budget_bytes = tiers, ledger, budget_bytes
+    def __init__(self, tiers: TierManager, quotas: TierQuotas, budget_bytes: int) -> None:
+        self._tiers, self.quotas, self.budget_bytes = tiers, quotas, budget_bytes
         # Bytes that the tier held when the disk was full although the budget was not.
         self._max_bytes = self._target_bytes = float(budget_bytes)
 
     def has_space(self, chunk: Chunk, size_bytes: int) -> bool:
         """Return True if a chunk fits into the tier without an eviction."""
-        fits = self.ledger.used_bytes + size_bytes <= min(self.budget_bytes, self._max_bytes)
-        return fits and not self.ledger.over_quota(chunk.tenant, size_bytes)
+        fits = self.quotas.used_bytes + size_bytes <= min(self.budget_bytes, self._max_bytes)
+        return fits and not self.quotas.over_quota(chunk.tenant, size_bytes)
 
     def make_space(self, chunk: Chunk, parent: Chunk | None, size_bytes: int) -> bool:
         """Evict for a new chunk, if the tier admits it."""
         most = min(self.budget_bytes, self._max_bytes)
         if size_bytes > most:
             return False
-        while self.ledger.over_quota(chunk.tenant, size_bytes):
+        while self.quotas.over_quota(chunk.tenant, size_bytes):
             if not self._evict(chunk, own=True):
                 return False
-        if self.ledger.used_bytes + size_bytes > most:
-            if not self.ledger.admits(chunk, parent):
+        if self.quotas.used_bytes + size_bytes > most:
+            if not self.quotas.admits(chunk, parent):
                 return False
-            while self.ledger.used_bytes + size_bytes > most and self._evict(chunk, own=False):
+            while self.quotas.used_bytes + size_bytes > most and self._evict(chunk, own=False):
                 pass
             target, more = most * _LOW_WATERMARK - size_bytes, _MAX_EXTRA_EVICTIONS
-            while self.ledger.used_bytes > target and more > 0 and self._evict(chunk, own=False):
+            while self.quotas.used_bytes > target and more > 0 and self._evict(chunk, own=False):
                 more -= 1
-        return self.ledger.used_bytes + size_bytes <= most
+        return self.quotas.used_bytes + size_bytes <= most
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
         """Evict the worst victim for a new chunk, but never the new chunk's parent."""
-        victims = self.ledger.victims(newcomer.tenant, own)
+        victims = self.quotas.victims(newcomer.tenant, own)
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
             return False
@@ -63,12 +63,12 @@ class DiskEvictor:
 
     def begin_shrinking(self) -> None:
         """Evict in the background, because the disk is full below the budget."""
-        self._target_bytes = self.ledger.used_bytes * _FULL_DISK_WATERMARK
+        self._target_bytes = self.quotas.used_bytes * _FULL_DISK_WATERMARK
         self._shrink_some()
 
     def lower_limit(self) -> None:
         """Limit the tier to its present size, because the disk is full."""
-        self._max_bytes = min(float(self.ledger.used_bytes), self._target_bytes)
+        self._max_bytes = min(float(self.quotas.used_bytes), self._target_bytes)
 
     def reset_limit(self) -> None:
         """Allow the whole budget again, to learn whether the disk has space."""
@@ -76,7 +76,7 @@ class DiskEvictor:
 
     async def shrink_to_budget(self) -> None:
         """Evict chunks beyond the budget after a start: the budget may have been reduced."""
-        if self.ledger.used_bytes > self.budget_bytes:
+        if self.quotas.used_bytes > self.budget_bytes:
             self._target_bytes = self.budget_bytes * _LOW_WATERMARK
             yield_timer = YieldTimer()
             while self._shrink_once(_MAX_EXTRA_EVICTIONS):
@@ -93,11 +93,11 @@ class DiskEvictor:
         Returns True if more must be evicted.
         """
         for _ in range(most):
-            if self.ledger.used_bytes <= self._target_bytes:
+            if self.quotas.used_bytes <= self._target_bytes:
                 return False
-            victim = next((c for c in self.ledger.all_victims() if not c.in_use), None)
+            victim = next((c for c in self.quotas.all_victims() if not c.in_use), None)
             if victim is None:
                 log.warning("the durable tier cannot shrink: all its chunks are pinned or in use")
                 return False
             self._tiers.evict_from_disk(victim)
-        return self.ledger.used_bytes > self._target_bytes
+        return self.quotas.used_bytes > self._target_bytes

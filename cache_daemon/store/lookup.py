@@ -226,7 +226,7 @@ class Lookup:
             await turns.maybe_yield()
             if start + count > num_matched:
                 stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
-                chunk = self._tiers.index.find_by_content(keys.content_hash(root, stretch), stretch)
+                chunk = self._tiers.index.contents.find(keys.content_hash(root, stretch), stretch)
                 if chunk is not None and self._drop_other_layout(
                     session, self._drop_expired([MatchedChunk(chunk, count)])
                 ):

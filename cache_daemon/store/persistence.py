@@ -192,9 +192,9 @@ class Persistence:
 
     def write_to(self, out: StatsResponse) -> None:
         """Set the statistics of the durable tier."""
-        ledger = self.evictor.ledger
-        out.durable_budget_bytes, out.durable_bytes = self.evictor.budget_bytes, ledger.used_bytes
-        out.durable_chunks, out.pending_writes = len(ledger), self._writer.pending + self.num_postponed
+        quotas = self.evictor.quotas
+        out.durable_budget_bytes, out.durable_bytes = self.evictor.budget_bytes, quotas.used_bytes
+        out.durable_chunks, out.pending_writes = len(quotas), self._writer.pending + self.num_postponed
         out.durable_failing = (self.failing or ("",))[0]  # read once: the outage may end before a second read
 
     async def wait_progress(self, seconds: float) -> bool:

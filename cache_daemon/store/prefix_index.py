@@ -1,7 +1,6 @@
-"""Prefix index: token-granular longest-prefix match, and lookup by content hash.
+"""Prefix index: token-granular longest-prefix match.
 
-Each parent's prefix hash maps to its children with their token ids. The content hash finds chunks that were computed
-after another prefix.
+Each parent's prefix hash maps to its children with their token ids.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from kvsidecar.keys import TOKEN_BYTES
 from sortedcontainers import SortedDict, SortedList
 
 from cache_daemon.store.bloom_filter import CountingBloomFilter
-from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.common_bytes import common_bytes, nearest
+from cache_daemon.store.content_index import ContentIndex
 
-# Maximal number of copies of one text, after different prefixes, that are considered for reuse.
-_MAX_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
 MAX_MATCHED_CHUNKS = 8192
 # Branches (cuts of one prompt) that a match follows, and lengths of siblings that it tries.
@@ -57,7 +55,7 @@ class _Siblings:
 
 
 class PrefixIndex:
-    """Committed chunks by prefix hash and by parent, mirrored in a Bloom filter.
+    """Committed chunks by prefix hash and by parent, mirrored in a content index and a Bloom filter.
 
     Not thread-safe.
     """
@@ -67,7 +65,7 @@ class PrefixIndex:
         self._chunks: dict[bytes, Chunk] = {}
         self._sorted: SortedDict[bytes, SortedList[bytes]] = SortedDict()  # root -> prefix hashes
         self._children: dict[bytes, Chunk | _Siblings] = {}  # most parents have one child
-        self._contents: dict[bytes, dict[bytes, Chunk]] = {}  # content hash -> prefix hash -> chunk
+        self.contents = ContentIndex()
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -98,7 +96,7 @@ class PrefixIndex:
             siblings.add(chunk)
         self._chunks[chunk.key] = chunk
         self._sorted.setdefault(chunk.root, SortedList()).add(chunk.key)
-        self._contents.setdefault(chunk.header.content_hash, {})[chunk.key] = chunk
+        self.contents.add(chunk)
         self.tokens += chunk.tokens
         if self.bloom_filter is not None:
             self.bloom_filter.add(chunk)
@@ -116,10 +114,7 @@ class PrefixIndex:
         of_root.remove(chunk.key)
         if not of_root:
             del self._sorted[chunk.root]
-        same = self._contents[chunk.header.content_hash]
-        del same[chunk.key]
-        if not same:
-            del self._contents[chunk.header.content_hash]
+        self.contents.remove(chunk)
         self.tokens -= chunk.tokens
         if self.bloom_filter is not None:
             self.bloom_filter.remove(chunk)
@@ -227,25 +222,13 @@ class PrefixIndex:
             if whole is not None and whole is not chunk:
                 yield whole, length
 
-    def find_by_content(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
-        """Return a chunk with these tokens after any prefix.
-
-        Prefers one in memory, else the newest.
-        """
-        same = self._contents.get(content_hash)
-        if same is None:
-            return None
-        newest = [c for c, _ in zip(reversed(same.values()), range(_MAX_COPIES), strict=False) if c.ids == tokens]
-        return next((c for c in newest if c.arena_state is Residency.PRESENT), newest[0] if newest else None)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all maps and the Bloom filter hold the same chunks."""
         listed = [c for parent in self._children for c in self.children(parent)]
         assert len(listed) == len(self._chunks), "children and chunks differ in number"
         assert all(self._chunks.get(c.key) is c for c in listed), "a child is not in the index"
         assert sum(map(len, self._sorted.values())) == len(listed), "roots and chunks differ in number"
-        contents = [c for same in self._contents.values() for c in same.values()]
-        assert len(contents) == len(self._chunks), "contents and chunks differ in number"
+        assert len(self.contents) == len(self._chunks), "contents and chunks differ in number"
         assert self.tokens == sum(c.tokens for c in listed), "tokens do not add up"
         if self.bloom_filter is not None:
             self.bloom_filter.check_integrity(listed)

@@ -12,8 +12,8 @@ from operator import itemgetter
 class ChunkHints:
     """Hints that apply to one chunk; times are on the store's clock.
 
-    ``expires_at`` is when the chunk is removed, and ``retained_until`` until when eviction spares it (0: not at all).
-    ``group`` is empty for none.
+    The chunk is removed at ``expires_at``. Eviction spares it until ``retained_until`` (0: no retention). ``group`` is
+    empty for none.
     """
 
     expires_at: float = inf
@@ -35,7 +35,8 @@ class ChunkHints:
 class PromptHints:
     """Hints of one request.
 
-    ``retained`` are beginnings of the prompt as ``(end in tokens, retained until)``; ends rise, times fall.
+    ``retained`` are prefixes of the prompt as ``(end in tokens, retained until)``, with ascending ends and descending
+    times.
     """
 
     expires_at: float = inf
@@ -44,7 +45,7 @@ class PromptHints:
     low_priority: bool = False
 
     def at(self, position: int) -> ChunkHints:
-        """Return the hints for a chunk that begins at ``position``. A retained chunk does not expire before."""
+        """Return the hints for a chunk that begins at ``position``. Its expiry is not before its retention ends."""
         place = bisect_right(self.retained, position, key=itemgetter(0)) if self.retained else 0
         until = self.retained[place][1] if place < len(self.retained) else 0.0
         return ChunkHints(max(self.expires_at, until), until, self.group, self.low_priority)

@@ -1,9 +1,9 @@
-"""PromptHints: chunks that eviction spares until a deadline, because requests asked for it.
+"""Retained chunks: eviction spares them until a deadline, because requests asked for it.
 
-A retention promises a minimum: its end removes nothing. It counts against the quota for pins, beside them, and takes at
-most half of a tenant's other quotas, and a quarter of the arena while it is not durable: so a tenant can always store
-new chunks, and pins find capacity. A chunk beyond these limits is kept like any other, until they allow its retention.
-A restart of the daemon ends all retentions; the next use of a chunk renews its own.
+A retention promises a minimum: its end removes nothing. Retained chunks count against the quota for pins. They use at
+most half of a tenant's other quotas, so that the tenant can always store new chunks. Those that are not durable use at
+most a quarter of the arena, so that pins find capacity. A chunk beyond these limits may be evicted like any other,
+until they allow its retention. A restart of the daemon ends all retentions; the next use of a chunk renews its own.
 """
 
 from __future__ import annotations

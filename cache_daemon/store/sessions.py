@@ -17,7 +17,7 @@ from kvsidecar.errors import NamespaceMismatch, UnknownLease, UnknownSession
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
-from cache_daemon.memory.staging import Staging, StagingBudget
+from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.prompt_hints import ChunkHints
@@ -104,7 +104,7 @@ class Session:
     name: str
     namespace: bytes
     descriptor: NamespaceDescriptor
-    staging: Staging | None  # None once the session has ended
+    staging: StagingMemory | None  # None once the session has ended
     shares_memory: bool = True  # the caller maps arena and staging; otherwise bytes are streamed
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=lambda: time.monotonic())
@@ -182,7 +182,7 @@ class SessionTable:
                 f"format_version is {descriptor.format_version}; this daemon stores {keys.FORMAT_VERSION}"
             )
         allowed = None if shares_memory else self._allowance(owner)
-        staging = Staging(self._staging_bytes, allowed)
+        staging = StagingMemory(self._staging_bytes, allowed)
         session = Session(name, namespace, descriptor, staging, shares_memory, owner=owner)
         if listed:
             self._open[session.id] = session

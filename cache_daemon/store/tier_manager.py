@@ -1,6 +1,6 @@
 """Tier manager: records where chunks are, moves them between tiers and removes them.
 
-Only this module changes the index, the arena and both tiers' ledgers. ``ArenaEvictor`` and ``DiskEvictor`` choose the
+Only this module changes the index, the arena and both tiers' quotas. ``ArenaEvictor`` and ``DiskEvictor`` choose the
 chunks to evict.
 """
 
@@ -27,7 +27,7 @@ from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
-from cache_daemon.store.tier_quotas import TierLedger
+from cache_daemon.store.tier_quotas import TierQuotas
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class StoreContext:
 
 @dataclass(eq=False)
 class TierManager:
-    """Moves chunks between the tiers and keeps index, ledgers and events consistent.
+    """Moves chunks between the tiers and keeps index, quotas and events consistent.
 
     The ``on_*`` lists hold subscribers.
     """
 
     arena: Arena
     index: PrefixIndex
-    arena_ledger: TierLedger
-    disk_ledger: TierLedger | None
+    arena_quotas: TierQuotas
+    disk_quotas: TierQuotas | None
     writer: GroupCommitWriter | None
     context: StoreContext
     events: EventLog = field(init=False)
@@ -84,9 +84,9 @@ class TierManager:
         chunk.tenant.entries += 1
         if chunk.slot is not None:
             self.pending_slots.pop(chunk.slot, None)
-            self.arena_ledger.insert(chunk, footprint(chunk.size_bytes), self._if_in_arena(parent))
-        if self.disk_ledger is not None and chunk.disk_state is Residency.PRESENT:
-            self.disk_ledger.insert(chunk, chunk.stored_bytes, self._if_on_disk(parent))
+            self.arena_quotas.insert(chunk, footprint(chunk.size_bytes), self._if_in_arena(parent))
+        if self.disk_quotas is not None and chunk.disk_state is Residency.PRESENT:
+            self.disk_quotas.insert(chunk, chunk.stored_bytes, self._if_on_disk(parent))
         if parent is not None:
             self.update_evictable(parent)
         for notify in self.on_indexed:
@@ -107,7 +107,7 @@ class TierManager:
         self.pending_slots.pop(slot, None)
         chunk.slot, chunk.arena_state = slot, Residency.PRESENT
         if chunk.indexed:
-            self.arena_ledger.insert(chunk, footprint(chunk.size_bytes), self._if_in_arena(self.parent_of(chunk)))
+            self.arena_quotas.insert(chunk, footprint(chunk.size_bytes), self._if_in_arena(self.parent_of(chunk)))
             self.update_evictable(chunk)
             self.emit(EVENT_TYPE_PROMOTED, chunk)
 
@@ -116,16 +116,16 @@ class TierManager:
 
         Until the write ends, ``most_bytes``, its maximal size, counts as used.
         """
-        assert self.disk_ledger is not None
+        assert self.disk_quotas is not None
         chunk.disk_state = Residency.IN_FLIGHT
-        self.disk_ledger.insert(chunk, most_bytes, self._if_on_disk(self.parent_of(chunk)))
+        self.disk_quotas.insert(chunk, most_bytes, self._if_on_disk(self.parent_of(chunk)))
         self.update_evictable(chunk)
 
     def finish_write(self, chunk: Chunk, stored_bytes: int) -> None:
         """Record that the durable tier has the chunk."""
-        assert self.disk_ledger is not None
+        assert self.disk_quotas is not None
         chunk.disk_state, chunk.stored_bytes = Residency.PRESENT, stored_bytes
-        self.disk_ledger.resize(chunk, stored_bytes)
+        self.disk_quotas.resize(chunk, stored_bytes)
         self.update_evictable(chunk)
 
     def discard_write(self, chunk: Chunk) -> None:
@@ -134,17 +134,17 @@ class TierManager:
 
     def abort_write(self, chunk: Chunk) -> None:
         """Record that the disk refused the chunk, or removed it by itself."""
-        assert self.disk_ledger is not None
+        assert self.disk_quotas is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
-        self.disk_ledger.remove(chunk)
+        self.disk_quotas.remove(chunk)
         self.unsaved_recency.pop(chunk.key, None)
         self.update_evictable(chunk)
 
     def _if_in_arena(self, parent: Chunk | None) -> Chunk | None:
-        return parent if parent is not None and parent in self.arena_ledger else None
+        return parent if parent is not None and parent in self.arena_quotas else None
 
     def _if_on_disk(self, parent: Chunk | None) -> Chunk | None:
-        return parent if parent is not None and self.disk_ledger is not None and parent in self.disk_ledger else None
+        return parent if parent is not None and self.disk_quotas is not None and parent in self.disk_quotas else None
 
     def parent_of(self, chunk: Chunk) -> Chunk | None:
         """Return the parent in the index; None for a first chunk."""
@@ -161,18 +161,18 @@ class TierManager:
         """Tell both eviction policies that a chunk was used."""
         if not chunk.indexed:
             return
-        self.arena_ledger.touch(chunk)
-        if self.disk_ledger is not None:
-            self.disk_ledger.touch(chunk)
+        self.arena_quotas.touch(chunk)
+        if self.disk_quotas is not None:
+            self.disk_quotas.touch(chunk)
         if chunk.disk_state is not Residency.ABSENT:  # a write in flight may store an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
     def raise_priority(self, chunk: Chunk) -> None:
         """Give a chunk of low priority its tenant's priority."""
         chunk.low_priority = False
-        for ledger in (self.arena_ledger, self.disk_ledger):
-            if ledger is not None:
-                ledger.move(chunk)
+        for quotas in (self.arena_quotas, self.disk_quotas):
+            if quotas is not None:
+                quotas.move(chunk)
 
     def update_evictable(self, chunk: Chunk) -> None:
         """Recompute in both tiers whether a chunk may be evicted.
@@ -183,9 +183,9 @@ class TierManager:
         """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
         protected = (needed or chunk.is_spared) and chunk.disk_state is not Residency.PRESENT
-        self.arena_ledger.set_protected(chunk, protected)
-        if self.disk_ledger is not None:
-            self.disk_ledger.set_protected(
+        self.arena_quotas.set_protected(chunk, protected)
+        if self.disk_quotas is not None:
+            self.disk_quotas.set_protected(
                 chunk, chunk.is_spared or (needed and chunk.arena_state is not Residency.PRESENT)
             )
         is_arena_only = chunk.is_spared and protected
@@ -224,7 +224,7 @@ class TierManager:
 
         It stays in the arena if it is there.
         """
-        assert self.disk_ledger is not None
+        assert self.disk_quotas is not None
         assert self.writer is not None
         self.counters.durable_evictions += 1
         if victim.arena_state is not Residency.PRESENT:
@@ -232,7 +232,7 @@ class TierManager:
             return
         self.writer.remove([victim.key])
         self.unsaved_recency.pop(victim.key, None)
-        self.disk_ledger.remove(victim)
+        self.disk_quotas.remove(victim)
         victim.disk_state, victim.stored_bytes = Residency.ABSENT, 0
         self.update_evictable(victim)
         self.emit(EVENT_TYPE_UNPERSISTED, victim)
@@ -244,8 +244,8 @@ class TierManager:
         """
         most = tenant.limits.entries
         while most is not None and tenant.entries >= most:
-            ledgers = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
-            own = (c for ledger in ledgers for c in ledger.victims(tenant, own=True))
+            tiers = [s for s in (self.disk_quotas, self.arena_quotas) if s is not None]
+            own = (c for quotas in tiers for c in quotas.victims(tenant, own=True))
             victim = next((c for c in own if self._is_evictable(c)), None)
             if victim is None:
                 return False
@@ -272,9 +272,9 @@ class TierManager:
     def _unindex(self, chunk: Chunk, cause: LossCause, *, on_disk_too: bool = True) -> None:
         """Remove a chunk without children."""
         self.index.remove(chunk)
-        self.arena_ledger.remove(chunk)
-        if self.disk_ledger is not None:
-            self.disk_ledger.remove(chunk)
+        self.arena_quotas.remove(chunk)
+        if self.disk_quotas is not None:
+            self.disk_quotas.remove(chunk)
         chunk.tenant.entries -= 1
         chunk.indexed = False
         if (
@@ -311,7 +311,7 @@ class TierManager:
 
     def _free_slot(self, chunk: Chunk) -> None:
         if chunk.slot is not None:
-            self.arena_ledger.remove(chunk)
+            self.arena_quotas.remove(chunk)
             self.arena.free(chunk.slot)
             chunk.slot, chunk.arena_state = None, Residency.ABSENT
             if chunk.indexed:
@@ -333,10 +333,10 @@ class TierManager:
                 notify(chunk)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless slots, ledgers and entries add up."""
+        """Raise AssertionError unless slots, quotas and entries add up."""
         self.arena.check_integrity()
         self.index.check_integrity()
-        self.arena_ledger.check_integrity()
+        self.arena_quotas.check_integrity()
         chunks = [*self.index, *self.zombies]
         slots = [*(c.slot for c in chunks if c.slot is not None), *self.pending_slots]
         pages = sum(footprint(slot.size_bytes) for slot in slots)
@@ -344,13 +344,13 @@ class TierManager:
         assert all(c.slot is not None for c in chunks if c.arena_state is Residency.PRESENT), (
             "a resident without a slot"
         )
-        assert all((c in self.arena_ledger) == (c.arena_state is Residency.PRESENT) for c in self.index), (
+        assert all((c in self.arena_quotas) == (c.arena_state is Residency.PRESENT) for c in self.index), (
             "the arena's books differ"
         )
-        if self.disk_ledger is not None:
-            self.disk_ledger.check_integrity()
+        if self.disk_quotas is not None:
+            self.disk_quotas.check_integrity()
             absent = Residency.ABSENT
-            assert all((c in self.disk_ledger) == (c.disk_state is not absent) for c in self.index), (
+            assert all((c in self.disk_quotas) == (c.disk_state is not absent) for c in self.index), (
                 "the disk's books differ"
             )
         assert all(c.indexed for c in self.index), "an unlisted chunk in the index"

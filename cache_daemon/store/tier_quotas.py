@@ -1,4 +1,4 @@
-"""Accounting of one tier: its chunks, usage, quotas and eviction victims.
+"""Quotas of one tier: its chunks, the usage of each tenant, and eviction victims.
 
 A tenant with a quota has partitions of its own: other tenants never evict from them, and once it is full the tenant
 evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are evicted
@@ -42,7 +42,7 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class TierLedger:
+class TierQuotas:
     """Usage and eviction partitions of one tier.
 
     ``quota_of`` returns a tenant's limit for this tier.

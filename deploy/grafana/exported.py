@@ -7,9 +7,10 @@ from pathlib import Path
 import httpx
 from kvsidecar.integrations.vllm import transfer_stats as vllm
 
+from cache_daemon.observability import reuse_metrics
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES, SECONDS
-from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_discovery import NodeDiscovery
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.server import worker_metrics as worker
@@ -27,6 +28,8 @@ _EXTRA = {
 _VLLM = {f"vllm:kvsidecar_{name}_total": "counter" for name in (*vllm.COUNTERS, "lookups")} | {
     f"vllm:kvsidecar_{vllm.ATTACHED}": "gauge"
 }
+# Reuse by engine (cache_daemon/observability/reuse_metrics.py).
+_REUSE = {f"kvsidecar_engine_{name}_total": "counter" for name in (*reuse_metrics.COUNTERS, *reuse_metrics.MISSES)}
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 # In addition to the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
 _WORKER_EXTRA = {
@@ -51,4 +54,4 @@ def exported() -> dict[str, str]:
     for registry in (GatewayMetrics(WorkerRouter([]), Path()).registry, of_fleet.registry):
         for family in registry.collect():
             found[family.name + _SUFFIXES.get(family.type, "")] = "gauge" if family.type == "info" else family.type
-    return found | _VLLM
+    return found | _REUSE | _VLLM

@@ -20,22 +20,24 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _ACROSS = 24, 8, 3
 # Every process of ours has one of the two.
 _OURS = '__name__=~"kvsidecar_build_info|vllm:kvsidecar_attached"'
-_SELECTED = 'job=~"$job",instance=~"$instance"'
+_SELECTED, _NAMESPACE = 'job=~"$job",instance=~"$instance"', ',namespace=~"$namespace"'
+_BY_NAMESPACE = "kvsidecar_engine_"
 
 
 def metrics_in(expression: str) -> set[str]:
     """Return the metrics of a query; histograms without ``_bucket``, ``_sum`` and ``_count``."""
-    found = re.findall(r"\b(?:kvsidecar_|vllm:)[a-z0-9_]+", expression)
+    found = re.findall(r"\b(?:kvsidecar_|vllm:|gen_ai_server_)[a-z0-9_]+", expression)
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
 def selected(expression: str) -> str:
-    """Return a query for the jobs and instances that the dashboard's variables select."""
-    return re.sub(
-        r"\b((?:kvsidecar_|vllm:)[a-z0-9_]+)(\{)?",
-        lambda found: f"{found[1]}{{{_SELECTED}{',' if found[2] else '}'}",
-        expression,
-    )
+    """Return a query for the jobs, instances and namespaces that the dashboard's variables select."""
+
+    def with_labels(found: re.Match[str]) -> str:
+        labels = _SELECTED + (_NAMESPACE if found[1].startswith(_BY_NAMESPACE) else "")
+        return f"{found[1]}{{{labels}{',' if found[2] else '}'}"
+
+    return re.sub(r"\b((?:kvsidecar_|vllm:|gen_ai_server_)[a-z0-9_]+)(\{)?", with_labels, expression)
 
 
 def rows() -> dict[str, tuple[Panel, ...]]:
@@ -70,6 +72,7 @@ def dashboard() -> dict[str, Any]:
     for number, panel in enumerate(panels, 1):
         panel["id"] = number
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    namespaces = _variable("namespace", f",{_SELECTED}", f'__name__="{_BY_NAMESPACE}loads_total"')
     return {
         "uid": "kvsidecar",
         "title": "KVSidecar",
@@ -78,14 +81,14 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [source, _variable("job"), _variable("instance", ',job=~"$job"')]},
+        "templating": {"list": [source, _variable("job"), _variable("instance", ',job=~"$job"'), namespaces]},
         "panels": panels,
     }
 
 
-def _variable(label: str, selector: str = "") -> dict[str, Any]:
+def _variable(label: str, selector: str = "", metrics: str = _OURS) -> dict[str, Any]:
     """Return a variable with the values that a label has in our metrics; all of them by default."""
-    query = f"label_values({{{_OURS}{selector}}}, {label})"
+    query = f"label_values({{{metrics}{selector}}}, {label})"
     return {
         "name": label,
         "type": "query",

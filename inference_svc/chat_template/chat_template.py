@@ -69,7 +69,7 @@ class ChatTemplate:
     def render(self, chat: pb.Chat, generation_prompt: bool, written: Mapping[int, str] = _NOTHING) -> str:
         """Render a conversation with the model's template.
 
-        ``written`` has texts of messages by their index, which stand for their content and calls.
+        ``written`` maps the index of a message to a text that replaces its content and calls.
         """
         check_chat(chat)
         more, start = template_arguments(chat), chat.answer_start

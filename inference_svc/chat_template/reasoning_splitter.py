@@ -23,7 +23,7 @@ def marks_reasoning(template: str | None) -> bool:
 
 
 def opens_reasoning(prompt_end: str) -> bool:
-    """True if a prompt ends within reasoning, as templates write it that open it for the model."""
+    """True if a prompt ends within reasoning: some templates write the opening marker for the model."""
     return prompt_end[-_MAX_TAIL_CHARACTERS:].rstrip().endswith(BEGIN)
 
 

@@ -113,7 +113,7 @@ def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
 def template_messages(chat: pb.Chat, dialect: ToolCallFormat, written: Mapping[int, str]) -> list[dict[str, Any]]:
     """Convert messages for a template that supports tools, or for a conversation without tools.
 
-    ``written`` has texts of messages by their index, which stand for their content and calls.
+    ``written`` maps the index of a message to a text that replaces its content and calls.
     """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     messages = []

@@ -1,7 +1,7 @@
 """Reuse lab: approximate reuse in one process, with logits for comparison.
 
 It stores, relocates and recomputes chunks with the worker's decoder, kernels, chunk format and selective recompute.
-``verify`` and the quality benchmarks use it.
+``verifier`` and the quality benchmarks use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvsidecar.chunk_layout import new_header
 from torch import Tensor
 
 from inference_svc.context_reuse.reuse_plan import Positions, RelocatedSpan, ReusePlan
-from inference_svc.context_reuse.rope_shift import key_rotation_of
+from inference_svc.context_reuse.rope_shift import rope_shift_of
 from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
 from inference_svc.context_reuse.selectors import TokenSelector
 from inference_svc.kv_pool.block_table import KEY_BLOCK, BlockTable
@@ -116,7 +116,7 @@ class ReuseLab:
         self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None, piece_rows: int = 512
     ) -> None:
         self.loaded, self._piece_rows = loaded, piece_rows
-        self.key_rotation = key_rotation_of(loaded.model)
+        self.key_rotation = rope_shift_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
         self.pool = KVPool(
             loaded.layers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
 from inference_svc.context_reuse.chunking import Chunker
-from inference_svc.context_reuse.rope_shift import KeyRotation
+from inference_svc.context_reuse.rope_shift import RopeShift
 from inference_svc.context_reuse.selectors import DEFAULT_RATIO, DEFAULT_SELECTOR, SELECTORS, TokenSelector
 
 
@@ -28,7 +28,7 @@ class ReusePolicy:
     """
 
     chunker: Chunker
-    key_rotation: KeyRotation | None
+    key_rotation: RopeShift | None
     selector: TokenSelector | None
     ratio: float | None
     enabled: bool = False

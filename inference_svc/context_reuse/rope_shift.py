@@ -25,7 +25,7 @@ _REASONS = {
 }
 
 
-class KeyRotation:
+class RopeShift:
     """RoPE rotations of one model. ``by(delta)`` returns the argument of ``kvkernels.unpack_chunk``."""
 
     def __init__(self, frequencies: NDArray[np.float64]) -> None:
@@ -49,10 +49,10 @@ def why_not_shiftable(config: Any) -> str:
     return "" if kind in _SHIFTABLE else f"rope_type is {kind}: {_REASONS.get(kind, 'it has not been verified')}"
 
 
-def key_rotation_of(model: Any) -> KeyRotation:
+def rope_shift_of(model: Any) -> RopeShift:
     """Build the key rotation of a loaded model. Raises ModelUnsupported with the reason."""
     why = why_not_shiftable(model.config)
     if why:
         raise ModelUnsupported(f"keys of this model cannot be moved to other positions: {why}")
     frequencies = model.model.rotary_emb.inv_freq.detach().to("cpu", torch.float64).numpy()
-    return KeyRotation(frequencies)
+    return RopeShift(frequencies)

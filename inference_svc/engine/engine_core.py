@@ -15,7 +15,6 @@ import structlog
 import torch
 from kvsidecar.errors import KVSidecarError
 
-from inference_svc.engine.batch_sampler import BatchSampler
 from inference_svc.engine.corrupt_hits import CorruptHits
 from inference_svc.engine.engine_events import (
     CancelRequested,
@@ -30,6 +29,7 @@ from inference_svc.engine.engine_events import (
 )
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
 from inference_svc.engine.request_lifecycle import RequestFinisher, apply_load_result
+from inference_svc.engine.speculative_sampler import SpeculativeSampler
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import PrefixCache
@@ -113,7 +113,7 @@ class EngineCore:
             max_sequence_tokens,
         )
         self._builder = BatchBuilder(batch_services, self.count_free_pages)
-        self._sampler = BatchSampler(
+        self._sampler = SpeculativeSampler(
             services.speculator, self._builder.branch_tables, max_sequence_tokens, self._finish, self._sampling_failed
         )
         self._stuck = False

@@ -20,7 +20,8 @@ from inference_svc.gateway.anthropic_api.error_envelope import (
     request_id_of,
 )
 from inference_svc.gateway.client_disconnect import ClientDisconnected
-from inference_svc.gateway.drain import LIVEZ, Drain
+from inference_svc.gateway.drain import Drain
+from inference_svc.gateway.health_routes import add_liveness
 from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
@@ -52,10 +53,7 @@ def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
-    @app.get(LIVEZ)
-    async def live() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
-
+    add_liveness(app)
     app.state.drain = Drain(drain_seconds)
     return app
 

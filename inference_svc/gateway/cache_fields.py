@@ -22,7 +22,7 @@ CacheSession = Annotated[str, Field(max_length=128)]
 
 
 class CacheBreakpoint(BodyModel):
-    """The end of a beginning of the prompt that is retained."""
+    """End of a prefix of the prompt that is retained."""
 
     messages: _Count = None
     """End as a number of leading messages."""

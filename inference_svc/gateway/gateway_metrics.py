@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.process.node_report import read_reports
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from inference_svc.gateway.openai_format import finish_reason
@@ -36,6 +36,8 @@ _LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+# Those of OpenTelemetry's conventions for GenAI.
+_GEN_AI_DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _Reading = Callable[[pb.GetStatsResponse], float]
 _GAUGES: dict[str, tuple[str, _Reading]] = {
@@ -104,6 +106,7 @@ class GatewayMetrics(RequestCounters):
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKEN_BUCKETS)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens of an answer", _TOKEN_BUCKETS)
+        self.gen_ai = GenAiMetrics(registry)
         registry.register(_WorkerCollector(router))
         if supervisor_dir is not None:
             registry.register(_RestartCollector(supervisor_dir))
@@ -113,12 +116,43 @@ class GatewayMetrics(RequestCounters):
         return AnswerTimer(self, time.perf_counter())
 
 
+class GenAiMetrics:
+    """Latencies under OpenTelemetry's names for GenAI servers, as its Prometheus exporter writes them.
+
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                f"gen_ai_server_{name}", text, ("gen_ai_request_model",), buckets=buckets, registry=registry
+            )
+
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", _TTFT_BUCKETS[:16]
+        )
+        self.duration = histogram(
+            "request_duration_seconds", "From a request's arrival to its last token", _GEN_AI_DURATION_BUCKETS
+        )
+        self.time_per_output_token = histogram(
+            "time_per_output_token_seconds", "Mean time of a token after the first", _INTER_TOKEN_BUCKETS[:13]
+        )
+
+    def answered(self, model: str, ttft_seconds: float, seconds: float, tokens: int) -> None:
+        """Record a complete answer."""
+        self.ttft.labels(model).observe(ttft_seconds)
+        self.duration.labels(model).observe(seconds)
+        if tokens > 1:
+            self.time_per_output_token.labels(model).observe((seconds - ttft_seconds) / (tokens - 1))
+
+
 @dataclass
 class AnswerTimer:
     """Times one answer, from its arrival to its end."""
 
     metrics: GatewayMetrics
     began: float
+    first: float = 0.0
     last: float = 0.0
 
     @property
@@ -130,6 +164,7 @@ class AnswerTimer:
         """Record the next part, from a worker with this model."""
         m, now = self.metrics, time.perf_counter()
         if not self.started:
+            self.first = now
             m.ttft.labels(model).observe(now - self.began)
             log_line().first_token()
         elif part.token_ids:
@@ -138,6 +173,7 @@ class AnswerTimer:
         if part.finish_reason:
             m.success.labels(model, finish_reason(part.finish_reason) or "").inc()
             m.e2e_latency.labels(model).observe(now - self.began)
+            m.gen_ai.answered(model, self.first - self.began, now - self.began, part.usage.generated_tokens)
             m.queue_time.labels(model).observe(part.timings.queue_ms / 1e3)
             m.prefill_time.labels(model).observe(part.timings.prefill_ms / 1e3)
             m.decode_time.labels(model).observe(part.timings.decode_ms / 1e3)

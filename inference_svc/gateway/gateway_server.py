@@ -24,7 +24,7 @@ from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir
 from kvsidecar.telemetry.otlp_export import otlp_providers
 from kvsidecar.telemetry.tracing import NOOP_TRACER
 
-from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
+from inference_svc.gateway.connection_limits import ConnectionLimits, bounded, max_connections
 from inference_svc.gateway.drain import Drain
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.http_tracing import SERVICE_NAME

@@ -1,6 +1,6 @@
 """Request handlers of a node's gateway, one method per endpoint.
 
-Endpoints are OpenAI's, vLLM's companions to them, health and metrics. ``routes`` maps paths to these methods.
+Endpoints are OpenAI's, vLLM's companions to them, and metrics. ``routes`` maps paths to these methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import openai_format
 from inference_svc.gateway.answer_handlers import AnswerHandlers, AnswerServices
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
+from inference_svc.gateway.anthropic_api.count_tokens import CountTokens
+from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.cache_fields import ReleaseBody, release_session
@@ -65,6 +66,7 @@ class GatewayHandlers:
         self._conversations, self._history = ConversationStore(), RequestHistory()
         self._parser = RequestParser(self.keys, self._conversations)
         self.kept = ResponsesRoutes(self._conversations, self.keys, self.bodies)
+        self.count_tokens = CountTokens(self.bodies, self._parser, self._models)
         self._wait = WorkerWait(self.router, config)
         runner = RequestRunner(config, WorkerRetry(config, self.router, self.metrics, self._wait))
         self.answers = AnswerHandlers(
@@ -105,11 +107,6 @@ class GatewayHandlers:
 
     async def embed(self, request: Request) -> Response:
         raise UnsupportedOption("this server has no embeddings: it serves models that generate text", param="model")
-
-    async def health(self, request: Request) -> Response:
-        up = [w.target for w in self.router.workers if w.alive]
-        body = {"status": "ok" if up else "no worker is up", "workers_up": len(up), "workers": len(self.router.workers)}
-        return JSONResponse(body, status_code=200 if up else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         await self.node.refresh()
@@ -199,14 +196,6 @@ class GatewayHandlers:
 
         asked = await self.bodies.read(request, parse_request)
         return JSONResponse(await release_session(self._models.worker(asked.model), asked))
-
-    async def count_tokens(self, request: Request) -> Response:
-        def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
-            parsed = self._parser.salted(CountTokensRequest, request, raw, body)
-            return parsed.model, pb.TokenizeRequest(prompt=parsed.prompt(), tenant_salt=parsed.cache_salt.encode())
-
-        model, asked = await self.bodies.read(request, parse_request)
-        return JSONResponse({"input_tokens": (await tokenize(self._models.worker(model), asked))["count"]})
 
     async def count_input(self, request: Request) -> Response:
         """Answer ``/v1/responses/input_tokens``: tokens of a request's prompt."""

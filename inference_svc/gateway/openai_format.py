@@ -109,7 +109,7 @@ def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
     """Return vLLM's ``prompt_logprobs``.
 
-    None for the first token, the token and its alternatives for the others.
+    The first entry is None; the others map the token and its alternatives to their log probabilities.
     """
 
     def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from inference_svc.gateway.chat_messages import Message
 class Function(BodyModel):
     """A function.
 
-    Arguments of a required call (``tool_choice``) always follow ``parameters``. Those of a call that the model chooses
-    itself do so if the function is ``strict``; otherwise they are unconstrained.
+    A grammar makes the arguments of a required call (``tool_choice``) follow ``parameters``. If the model chooses the
+    call itself, its arguments follow ``parameters`` only if the function is ``strict``.
     """
 
     name: str

@@ -15,8 +15,8 @@ from inference_svc.gateway.anthropic_api.error_envelope import (
     request_id_of,
 )
 from inference_svc.gateway.api_keys import ApiKeys
-from inference_svc.gateway.connections import RESERVED
-from inference_svc.gateway.drain import HEALTH_PATHS
+from inference_svc.gateway.connection_limits import RESERVED
+from inference_svc.gateway.health_routes import HEALTH_PATHS
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.request_counters import RequestCounters

@@ -11,10 +11,11 @@ from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.cache_fields import RELEASE_PATH
-from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
+from inference_svc.gateway.drain import DrainMiddleware
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, REQUEST_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.handlers import GatewayHandlers
+from inference_svc.gateway.health_routes import add_readiness
 from inference_svc.gateway.http_tracing import TracingMiddleware
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
@@ -52,7 +53,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/v1/completions", gateway.answers.complete, methods=["POST"])
     app.add_api_route("/v1/responses", gateway.answers.respond, methods=["POST"])
     app.add_api_route(MESSAGES_PATH, gateway.answers.create_message, methods=["POST"])
-    app.add_api_route(COUNT_PATH, gateway.count_tokens, methods=["POST"])
+    app.add_api_route(COUNT_PATH, gateway.count_tokens.count, methods=["POST"])
     app.add_api_route("/v1/responses/input_tokens", gateway.count_input, methods=["POST"])
     for path, handler, method in (
         ("/v1/responses/{name}", gateway.kept.response, "GET"),
@@ -77,8 +78,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/tokenizer_info", gateway.tokenizer_info, methods=["GET"])
     app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
     app.add_api_route("/version", gateway.version, methods=["GET"])
-    for path in (HEALTH, READYZ):
-        app.add_api_route(path, gateway.health, methods=["GET"])
+    add_readiness(app, "worker", lambda: gateway.router.workers)
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     app.add_api_route(NODE, gateway.show_node, methods=["GET"])
     app.add_api_route(REQUEST_PATH + "/{name:path}", gateway.show_request, methods=["GET"])

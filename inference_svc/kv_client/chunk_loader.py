@@ -16,7 +16,7 @@ from kvkernels import ChunkPlacement
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS
 from kvsidecar.kv_transfer.prefix_lookup import header_of
-from kvsidecar.kv_transfer.session import Session
+from kvsidecar.kv_transfer.session import CompletedLoad, Session
 from torch import Tensor
 
 from inference_svc.context_reuse.chunking import DocumentMarks
@@ -194,6 +194,7 @@ class ChunkLoader:
         layers, gate = self._geometry.layers, None
         shares = [len(pool.wide_layers) / layers if part.global_layers_only else 1.0 for part in parts]
         copied = int(sum(len(part.slots) * share for part, share in zip(parts, shares, strict=True)))
+        done: CompletedLoad | None = None
         try:
             if not load.wanted:
                 return
@@ -213,6 +214,8 @@ class ChunkLoader:
                             gate.open(there.stop)
                         if not load.wanted:
                             return
+            size_bytes = int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
+            done = CompletedLoad(copied, size_bytes, found.lookup_seconds + time.perf_counter() - began)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._cost_model.record_timeout(copied, time.perf_counter() - began)
@@ -220,13 +223,11 @@ class ChunkLoader:
         finally:
             if gate:
                 gate.fail()
-            session.release([found.lease_id])
-        ended = time.perf_counter()
-        self._stats.load_seconds += found.lookup_seconds + ended - began
-        self._stats.saved_prefill_seconds += copied * self._cost_model.prefill_seconds_per_token
-        self._cost_model.record_load(copied, found.lookup_seconds + ended - began)
-        self._stats.loaded_bytes += int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
+            session.release([found.lease_id], done)
+        self._stats.record_load(done, copied * self._cost_model.prefill_seconds_per_token)
+        self._cost_model.record_load(copied, done.seconds)
         if not gate:
+            ended = began + done.seconds - found.lookup_seconds
             load.report(replace(found.restored, restore_ms=(ended - found.restored.looked_up_at) * 1e3))
 
     def _pieces(

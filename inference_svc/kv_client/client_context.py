@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvsidecar.chunk_layout import Geometry
+from kvsidecar.kv_transfer.session import CompletedLoad
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.load_cost_model import LoadCostModel
@@ -23,6 +24,12 @@ class CacheStats:
     stored_bytes: int = 0  # payload bytes written for the daemon
     load_seconds: float = 0.0  # lookups and copies of loads
     saved_prefill_seconds: float = 0.0  # estimated prefill of the loaded tokens
+
+    def record_load(self, load: CompletedLoad, saved_prefill_seconds: float) -> None:
+        """Count a load."""
+        self.loaded_bytes += load.payload_bytes
+        self.load_seconds += load.seconds
+        self.saved_prefill_seconds += saved_prefill_seconds
 
 
 @dataclass(frozen=True)

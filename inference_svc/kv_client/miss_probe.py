@@ -35,7 +35,7 @@ class MissProbe:
         known_tokens: int,
         answer: pb.MatchResponse | None = None,
     ) -> None:
-        """Set the reason of a lookup's answer, or without one of a probe, which leases nothing.
+        """Set the reason that a lookup's answer has. Without an answer, send a probe, which leases nothing.
 
         The pool has ``known_tokens`` of the prompt.
         """

@@ -1,4 +1,4 @@
-"""Block allocator: reference-counted blocks of the KV pool, shared by copy-on-write.
+"""Block allocator: free and reference-counted blocks of the KV pool.
 
 The allocator counts the block tables that refer to each block. Tables share only whole blocks of computed tokens, and a
 sequence writes only behind its computed tokens. So the copy of copy-on-write happens once, when sharing begins. If all

@@ -10,12 +10,8 @@ from __future__ import annotations
 from kvsidecar.errors import ModelUnsupported
 from transformers import PretrainedConfig
 
-from inference_svc.models.longrope import rope_kinds
+from inference_svc.models.rope_scaling import check_rope_scaling
 from inference_svc.models.supported_architectures import check_name
-
-# RoPE variants whose angles depend on the sequence length: a stored key would be wrong in a longer sequence.
-# (LongRoPE's two sets of angles are chosen once, see longrope.py.)
-_UNSUPPORTED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 
 def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
@@ -23,5 +19,4 @@ def check_architecture(name: str, config: PretrainedConfig, strict: bool = True)
     check_name(name, strict)
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")
-    for kind in sorted(rope_kinds(config) & _UNSUPPORTED_ROPE.keys()):
-        raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_UNSUPPORTED_ROPE[kind]}")
+    check_rope_scaling(name, config)

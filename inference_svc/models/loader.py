@@ -42,7 +42,6 @@ from inference_svc.models.layer_streaming.streamed_model import StreamedModel, l
 from inference_svc.models.layer_streaming.weight_source import CheckpointWeights, RandomWeights, fill_random
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
-from inference_svc.models.longrope import freeze_longrope
 from inference_svc.models.meta_model import build_meta_model
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
@@ -51,6 +50,7 @@ from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
 from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.models.random_models import config_of_shape
+from inference_svc.models.rope_scaling import freeze_longrope
 
 log = structlog.get_logger("model")
 

@@ -36,10 +36,10 @@ from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.models.model_check import cuda_devices
-from inference_svc.node.child_process import STOP_SECONDS, ChildProcess
-from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
+from inference_svc.node.liveness_probe import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.node.planned_memory import warn_of_planned_memory
+from inference_svc.node.restarting_process import STOP_SECONDS, RestartingProcess
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.preflight import checked_settings
 from inference_svc.server.worker_config import ModelSettings, WorkerConfig
@@ -96,7 +96,7 @@ class Supervisor:
         self._url = gateway_url(config)
         self._stop = asyncio.Event()
         self._failed: str | None = None
-        self._children: list[ChildProcess] = []
+        self._children: list[RestartingProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self.cache_socket = config.runtime_dir / CACHE_SOCKET
         self.worker_sockets = [config.runtime_dir / f"worker-{i}.sock" for i in range(config.workers)]
@@ -215,8 +215,8 @@ class Supervisor:
 
     def _launch(
         self, name: str, command: list[str], probe: Probe | None = None, environment: Mapping[str, str] | None = None
-    ) -> ChildProcess:
-        child = ChildProcess(
+    ) -> RestartingProcess:
+        child = RestartingProcess(
             name,
             command,
             probe,
@@ -230,7 +230,7 @@ class Supervisor:
         self._report()
         return child
 
-    async def _watch(self, child: ChildProcess) -> None:
+    async def _watch(self, child: RestartingProcess) -> None:
         failed = await child.keep_running(self._stop)
         if failed:
             self._failed = failed

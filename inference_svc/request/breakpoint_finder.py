@@ -1,4 +1,4 @@
-"""Cache breakpoints of a request: the beginnings of its prompt to retain, in tokens."""
+"""Cache breakpoints of a request: the prefixes of its prompt to retain, in tokens."""
 
 from __future__ import annotations
 

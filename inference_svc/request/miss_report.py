@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.miss_kinds import MISS_UNKNOWN
 
 from inference_svc.context_reuse.reuse_state import ReuseState
-from inference_svc.sequence.miss_kind import MISS_UNKNOWN, computed_tokens, kind_of, miss_reason
+from inference_svc.sequence.miss_kind import computed_tokens, kind_of, miss_reason
 from inference_svc.sequence.sequence import Sequence
 
 # The daemon answers long before a prefill ends; an answer that does not come must not delay the last token.

@@ -1,4 +1,4 @@
-"""Scheduling: admission, batch planning with chunked prefill, preemption, sliding-window release.
+"""Scheduling: admission, copy-on-write, chunked prefill, preemption, sliding-window release.
 
 ``scheduler`` holds the pure decisions. May import ``sequence``, ``spec_decode``, ``context_reuse``, ``model_runner``
 and ``kv_pool``, but not ``engine``.

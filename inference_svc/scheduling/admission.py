@@ -11,23 +11,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import structlog
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 from inference_svc.kv_pool.prefix_cache import (
     MIN_SHARED_TOKENS,
-    CachedSequence,
     PrefixCache,
     TokenArray,
     common_prefix,
 )
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.context_limits import LOOKAHEAD_TOKENS, exceeds_pool
+from inference_svc.scheduling.copy_on_write import CopyOnWrite, PrefixSource
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.sequence.kv_connector import KVConnector, ProbeCallback
 from inference_svc.sequence.sequence import Sequence, SequenceState
@@ -39,17 +38,6 @@ _WINDOW = 16
 # A new sequence gets up to _SPARE_TOKENS more slots for its answer, so that its blocks stay contiguous, if after that 1
 # / _SPARE_SHARE of the pool is free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
-# Tokens per copy between the pool and its overflow.
-_COPIED_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class PrefixSource:
-    """Prefix in the pool: the first ``tokens`` tokens of a cached or a running sequence."""
-
-    tokens: int = 0
-    cached: CachedSequence | None = None
-    running: Sequence | None = None
 
 
 def as_array(tokens: list[int]) -> TokenArray:
@@ -73,6 +61,7 @@ class Admission:
     ) -> None:
         self._pool, self._prefix_cache, self._piece, self._longest = pool, prefix_cache, piece, max_tokens
         self._budget, self._cache = budget, cache
+        self._blocks = CopyOnWrite(pool, prefix_cache)
         self.wake_at: float | None = None
         """Time at which the first held-back sequence may be admitted (time.perf_counter)."""
 
@@ -160,14 +149,14 @@ class Admission:
         ``free_pages`` counts free and evictable blocks. False, with nothing changed, if fewer than ``leave`` of them
         would remain. Raises OverflowFailed; the sequence may then have blocks.
         """
-        if self._pool.overflow_pages and source.tokens and _left(source):
+        if self._pool.overflow_pages and source.tokens and source.num_released:
             source = PrefixSource()
         if self.exceeds_pool(sequence):
             return self._allocate_overflow(sequence, source)
         needed = self._initial_tokens(len(sequence.tokens) + 1, source)
         pages = -(-needed // PAGE_TOKENS)
-        crosses = source.tokens > 0 and _table(source).in_overflow
-        own = pages - (0 if crosses else _in_place(source) // PAGE_TOKENS)
+        crosses = source.tokens > 0 and source.table.in_overflow
+        own = pages - (0 if crosses else source.num_in_place // PAGE_TOKENS)
         if free_pages - own < leave:
             if source.cached is None or leave:
                 return False
@@ -176,11 +165,11 @@ class Admission:
         plenty = self._pool.pages // _SPARE_SHARE
         ahead = min(sequence.request.max_tokens - sequence.num_generated, _SPARE_TOKENS)
         spare = ahead if free_pages - own - ahead // PAGE_TOKENS >= max(leave, plenty) else 0
-        if not crosses and self._adopt(sequence, source, needed + spare):
+        if not crosses and self._blocks.adopt(sequence, source, needed + spare):
             return True
-        if not self._pool.attends_by_pages and self._copy(sequence, source, needed + spare):
+        if not self._pool.attends_by_pages and self._blocks.copy(sequence, source, needed + spare):
             return True
-        if source.tokens and not crosses and self._share(sequence, source, needed):
+        if source.tokens and not crosses and self._blocks.share(sequence, source, needed):
             return True
         table = self._pool.allocate(needed, spare)
         while table is None and self._prefix_cache.evict():
@@ -189,8 +178,14 @@ class Admission:
             return False
         sequence.kv.attach(table)
         if crosses:
-            self._copy_across(table, sequence, source)
+            self._blocks.copy_across(table, sequence, source)
         return True
+
+    def _initial_tokens(self, tokens: int, source: PrefixSource) -> int:
+        """Number of tokens that get blocks at admission: not all, if the pool frees blocks behind the window."""
+        if not self._pool.reclaims_window:
+            return tokens
+        return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)
 
     # ---- the overflow ---------------------------------------------------------------------------------------
 
@@ -234,7 +229,7 @@ class Admission:
                 sequence.kv.detach()
                 return False
             self._prefix_cache.reserve_disk(table, source.tokens, len(sequence.tokens) + LOOKAHEAD_TOKENS)
-            self._begin(sequence, source)
+            self._blocks.begin(sequence, source)
             return True
         if cached is not None:
             self._prefix_cache.touch(cached)  # so that eviction reaches the source last
@@ -245,97 +240,6 @@ class Admission:
             return False
         sequence.kv.attach(found)
         self._prefix_cache.reserve_disk(found, 0, len(sequence.tokens) + LOOKAHEAD_TOKENS)
-        if source.tokens and _table(source).ranges:  # no ranges: the loop above evicted the source
-            self._copy_across(found, sequence, source)
+        if source.tokens and source.table.ranges:  # no ranges: the loop above evicted the source
+            self._blocks.copy_across(found, sequence, source)
         return True
-
-    def _copy_across(self, table: BlockTable, sequence: Sequence, source: PrefixSource) -> None:
-        """Copies a prefix between the pool and its overflow."""
-        for at in range(0, source.tokens, _COPIED_TOKENS):
-            self._pool.copy(_table(source), table, at, min(at + _COPIED_TOKENS, source.tokens))
-        if source.cached is not None:
-            self._prefix_cache.touch(source.cached)
-        self._begin(sequence, source)
-
-    # ---- the pool -------------------------------------------------------------------------------------------
-
-    def _initial_tokens(self, tokens: int, source: PrefixSource) -> int:
-        """Number of tokens that get blocks at admission: not all, if the pool frees blocks behind the window."""
-        if not self._pool.reclaims_window:
-            return tokens
-        return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)
-
-    def _adopt(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Continues in the blocks of a cached sequence. False if that is not possible.
-
-        The prompt must extend the cached sequence, and the blocks after it must be free. The request must allow
-        caching, because the cached sequence would otherwise be lost at the request's end.
-        """
-        cached = source.cached
-        if cached is None or not sequence.request.cache.write or source.tokens + PAGE_TOKENS < len(cached.tokens):
-            return False
-        mine = self._pool.writable(cached.table, source.tokens)
-        if not mine or not self._pool.grow_in_place(cached.table, wanted):
-            return False
-        sequence.kv.attach(self._prefix_cache.take(cached))
-        self._begin(sequence, source)
-        return True
-
-    def _copy(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Copies a prefix into contiguous blocks, because torch's attention must gather scattered ones."""
-        if not source.tokens:
-            return False
-        left = _left(source)
-        table = self._pool.allocate_contiguous(wanted - left)
-        if table is None:
-            return False
-        table = table.shift(0, left) if left else table
-        sequence.kv.attach(table)
-        table.first_valid_token = _table(source).first_valid_token
-        self._pool.copy(_table(source), table, left, source.tokens)
-        if source.cached is not None:
-            self._prefix_cache.touch(source.cached)
-        self._begin(sequence, source)
-        return True
-
-    def _share(self, sequence: Sequence, source: PrefixSource, needed: int) -> bool:
-        """Shares the prefix's whole blocks and copies the last, partial one."""
-        if source.cached is not None:
-            self._prefix_cache.touch(source.cached)
-        table = self._pool.share(_table(source), source.tokens)
-        shared = table.tokens
-        while not self._pool.grow(table, needed):
-            # This may evict the source itself: the new table has references to the source's blocks.
-            if not self._prefix_cache.evict():
-                self._pool.free(table)
-                return False
-        source_table = _table(source)
-        kept = bool(source_table.ranges)
-        end = source.tokens if kept else shared
-        if not self._pool.covers_window(table, end):  # the partial block, with keys inside the window, was evicted
-            self._pool.free(table)
-            return False
-        sequence.kv.attach(table)
-        self._pool.copy(source_table, table, shared, end)
-        self._begin(sequence, PrefixSource(end, source.cached, source.running))
-        return True
-
-    def _begin(self, sequence: Sequence, source: PrefixSource) -> None:
-        stored = source.cached.stored if source.cached else source.running.kv.stored if source.running else None
-        sequence.kv.reuse_prefix(source.tokens, stored)
-
-
-def _in_place(source: PrefixSource) -> int:
-    """Tokens of a source that need no new blocks."""
-    return source.tokens if source.running is not None else _left(source)
-
-
-def _left(source: PrefixSource) -> int:
-    """Leading tokens of a source whose blocks were released."""
-    return _table(source).num_released if source.tokens else 0
-
-
-def _table(source: PrefixSource) -> BlockTable:
-    table = source.cached.table if source.cached else source.running.kv.table if source.running else None
-    assert table is not None, "a source without pages"
-    return table

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvsidecar.cache.v1.cache_pb2 import MissKind, MissReason
+from kvsidecar.cache.v1.cache_pb2 import MissReason
+from kvsidecar.miss_kinds import miss_kind_name
 
 from inference_svc.sequence.kv_connector import MISS_LOAD_SLOWER, MISS_UNAVAILABLE
 from inference_svc.sequence.sequence import Sequence
 
-MISS_SKIPPED, MISS_CORRUPT, MISS_UNKNOWN = "skipped", "corrupt", "unknown"
+MISS_SKIPPED, MISS_CORRUPT = "skipped", "corrupt"
 
 
 def computed_tokens(sequence: Sequence) -> int:
@@ -27,6 +28,4 @@ def miss_reason(sequence: Sequence) -> MissReason | str | None:
 
 def kind_of(reason: MissReason | str) -> str:
     """Return the kind as text."""
-    if isinstance(reason, str):
-        return reason
-    return MissKind.Name(reason.kind).removeprefix("MISS_KIND_").lower().replace("unspecified", MISS_UNKNOWN)
+    return reason if isinstance(reason, str) else miss_kind_name(reason.kind)

@@ -28,7 +28,7 @@ from kvsidecar.process.runtime_dir import socket_target
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 
 from inference_svc.context_reuse.reuse_lab import ReuseLab
-from inference_svc.context_reuse.verify import (
+from inference_svc.context_reuse.verifier import (
     BUILT_IN,
     Question,
     Report,

@@ -22,13 +22,13 @@ from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.context_reuse.reuse_state import NO_DAEMON, ReuseState
-from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
+from inference_svc.context_reuse.rope_shift import rope_shift_of, why_not_shiftable
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
 from inference_svc.context_reuse.text_structure import TextStructure
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.kv_client.connector import DaemonConnector
+from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -329,7 +329,7 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
     structure = TextStructure.of(loaded.tokenizer) if config.chunking == "content_defined" else None
     chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends, structure)
     why = why_not_shiftable(loaded.config)
-    rotary = None if why else key_rotation_of(loaded.model)
+    rotary = None if why else rope_shift_of(loaded.model)
     return ReusePolicy(
         chunker,
         rotary,

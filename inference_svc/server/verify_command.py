@@ -26,7 +26,7 @@ from inference_svc.context_reuse.selectors import (
     THOROUGH_RATIO,
     THOROUGH_SELECTOR,
 )
-from inference_svc.context_reuse.verify import Report, Thresholds
+from inference_svc.context_reuse.verifier import Report, Thresholds
 
 _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
         "it takes half a minute for 135 million parameters on two idle cores, longer for larger models"
     )
     from inference_svc.context_reuse.reuse_lab import ReuseLab
-    from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
+    from inference_svc.context_reuse.verifier import BUILT_IN, Verifier, candidates, read_questions
     from inference_svc.kv_client.verdict_store import store_verdict
     from inference_svc.model_runner.numerics_probe import with_numerics_identity
     from inference_svc.models.layer_streaming.residency_plan import StreamingOptions

@@ -134,7 +134,7 @@ class _Continuation:
     first_sign: int
 
     def tokens(self, most: int) -> list[int]:
-        """Returns up to ``most`` tokens, none behind the end of a past answer."""
+        """Returns up to ``most`` tokens, up to the end of a past answer."""
         found = self.chains.follow(self.match.place, most)
         return found[: found.index(_END)] if _END in found else found
 

@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.structured_output.grammar_state import GrammarState
-from inference_svc.structured_output.schema_normalize import keyword_of_pattern, plain
+from inference_svc.structured_output.schema_cleanup import keyword_of_pattern, plain
 
 log = structlog.get_logger("worker")
 

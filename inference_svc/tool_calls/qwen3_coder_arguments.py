@@ -16,7 +16,7 @@ from kvsidecar.errors import InvalidRequest
 from llguidance import regex_to_lark
 
 from inference_svc.structured_output.grammar_compiler import for_compiler
-from inference_svc.structured_output.schema_normalize import FORMATS
+from inference_svc.structured_output.schema_cleanup import FORMATS
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

@@ -2,10 +2,12 @@
 //
 // Stricter than a GPU:
 //   - shared memory is initialized to NaN (0xff bytes), which exposes reads of unwritten memory;
-//   - asynchronous copies complete at the wait, not before, which exposes a missing wait;
-//   - one warp runs as far as possible before the next one starts, first to last or last to first (kvk_schedule), which
-//     exposes a missing barrier in one of the orders;
-//   - a barrier that some threads never reach aborts the program and is named.
+//   - asynchronous copies land at the wait, which exposes a missing wait, at their issue, which exposes a copy over data
+//     that another warp still reads, or at random in between (kvk_schedule);
+//   - one warp runs as far as possible before the next one starts, first to last or last to first, which exposes a missing
+//     barrier in one of the orders; or warps and their lanes take turns at random;
+//   - a misaligned access, a barrier that some threads never reach, and a launch beyond the limits of a card (kvk_card) or
+//     the kernel's launch bounds are errors of the launch.
 // KVK_EMULATED_ARCH=700 selects the Volta code path, otherwise that of sm_80.
 #pragma once
 #include <cmath>
@@ -40,12 +42,16 @@ void copy_later(void* to, const void* from);  // 16 bytes; zeros when `from` is 
 void copies_commit();
 void copies_wait(int pending);
 
+// Ends the launch with an error unless an address is a multiple of 16.
+void require_aligned16(const void* address, const char* instruction);
+
 struct Registered {
   const char* name;
+  unsigned threads;  // launch bounds
   void (*run)(const void* params);
   size_t params_bytes;
   const Registered* next;
-  Registered(const char* name, void (*run)(const void*), size_t params_bytes);
+  Registered(const char* name, unsigned threads, void (*run)(const void*), size_t params_bytes);
 };
 }  // namespace emulator
 
@@ -58,7 +64,7 @@ struct Registered {
 #define KVK_SHARED(name) unsigned char* name = emulator::shared_memory()
 #define KVK_KERNEL(name, threads, Params, ...)                                                         \
   static const emulator::Registered registered_##name(                                                 \
-      #name, [](const void* params) { __VA_ARGS__(*(const Params*)params); }, sizeof(Params));
+      #name, threads, [](const void* params) { __VA_ARGS__(*(const Params*)params); }, sizeof(Params));
 
 struct f16 { uint16_t bits; };
 struct bf16 { uint16_t bits; };
@@ -125,7 +131,11 @@ template <class V> inline V shuffle(V value, int from) {
 }
 template <class V> inline V shuffle_xor(V value, int mask) { return shuffle(value, (int)(threadIdx.x % 32) ^ mask); }
 
-inline void copy16(void* to, const void* from, bool valid) { emulator::copy_later(to, valid ? from : nullptr); }
+inline void copy16(void* to, const void* from, bool valid) {
+  emulator::require_aligned16(to, "cp.async");
+  emulator::require_aligned16(from, "cp.async");
+  emulator::copy_later(to, valid ? from : nullptr);
+}
 inline void copies_commit() { emulator::copies_commit(); }
 template <int pending> inline void copies_wait() { emulator::copies_wait(pending); }
 
@@ -198,6 +208,7 @@ inline void compute_matrices(Exchange& x, bool transposed) {
 }  // namespace emulator
 
 inline void load_matrices(uint32_t (&r)[4], const void* row) {
+  emulator::require_aligned16(row, "ldmatrix");
   emulator::Exchange& x = emulator::exchange();
   const int lane = threadIdx.x % 32;
   x.given[lane][0] = (uint64_t)row;
@@ -205,6 +216,7 @@ inline void load_matrices(uint32_t (&r)[4], const void* row) {
   memcpy(r, x.result[lane], 16);
 }
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  emulator::require_aligned16(row, "ldmatrix");
   emulator::Exchange& x = emulator::exchange();
   const int lane = threadIdx.x % 32;
   x.given[lane][0] = (uint64_t)row;

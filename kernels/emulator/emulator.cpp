@@ -1,5 +1,8 @@
 // CUDA emulator: runs kernels block by block behind the C interface of cuda/launch.cu. One translation unit.
+#include <algorithm>
+#include <cstdarg>
 #include <cstdio>
+#include <random>
 #include <vector>
 
 #include "device.h"
@@ -22,6 +25,10 @@ struct Copy {
   void* to;
   const void* from;
   int group;
+  void land() const {
+    if (from) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+  }
 };
 
 struct Fiber {
@@ -45,7 +52,12 @@ static unsigned char* shared = nullptr;
 static void* scheduler = nullptr;
 static unsigned current = 0;
 static Index block_at;
-static bool last_first = false;
+static enum Order { FIRST_WARP_FIRST, LAST_WARP_FIRST, RANDOM_ORDER } order;
+static enum Landing { AT_WAIT, AT_ISSUE, AT_RANDOM } landing;
+static std::minstd_rand dice;
+static unsigned max_shared_bytes = ~0u;
+static constexpr unsigned MAX_GRID_YZ = 65535;
+static char error[400];
 static const Registered* running = nullptr;
 static const void* running_params = nullptr;
 
@@ -74,6 +86,20 @@ unsigned char* shared_memory() { return shared; }
 
 static void leave() { kvk_switch(&fibers[current].stack_pointer, scheduler); }
 
+static void describe(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(error, sizeof error, format, arguments);
+  va_end(arguments);
+}
+
+// Ends the launch: the scheduler sees the error and never returns to this fiber.
+#define FAULT(...) (emulator::describe(__VA_ARGS__), emulator::leave(), abort())
+
+void require_aligned16(const void* address, const char* instruction) {
+  if ((uintptr_t)address % 16) FAULT("misaligned address: %s of thread %u is not at a multiple of 16", instruction, current);
+}
+
 static void wait(Barrier& barrier, const char* name) {
   Fiber& fiber = fibers[current];
   if (++barrier.arrived >= barrier.members) return barrier.release();
@@ -95,15 +121,23 @@ void collective(void (*compute)(Exchange&)) {
   fibers[current].parity ^= 1;
 }
 
-void copy_later(void* to, const void* from) { fibers[current].copies.push_back({to, from, fibers[current].group}); }
+void copy_later(void* to, const void* from) {
+  const Copy copy{to, from, fibers[current].group};
+  if (landing == AT_ISSUE) copy.land();
+  else fibers[current].copies.push_back(copy);
+}
+static void land_some() {  // about half of some thread's copies
+  std::vector<Copy>& copies = fibers[dice() % block.members].copies;
+  auto lands = [](const Copy& copy) { return dice() % 2 && (copy.land(), true); };
+  copies.erase(std::remove_if(copies.begin(), copies.end(), lands), copies.end());
+}
 void copies_commit() { fibers[current].group++; }
 void copies_wait(int pending) {
   Fiber& fiber = fibers[current];
   std::vector<Copy> later;
   for (const Copy& copy : fiber.copies) {
     if (copy.group >= fiber.group - pending) later.push_back(copy);
-    else if (copy.from) memcpy(copy.to, copy.from, 16);
-    else memset(copy.to, 0, 16);
+    else copy.land();
   }
   fiber.copies.swap(later);
 }
@@ -117,6 +151,27 @@ static void enter() {
     if (--barrier->members > 0 && barrier->arrived >= barrier->members) barrier->release();
   leave();
   abort();
+}
+
+// Runs a warp's lanes: as far as possible, or each once at random. Returns whether any lane could run.
+static bool run_warp(unsigned warp, unsigned threads) {
+  unsigned lanes[32];
+  for (unsigned l = 0; l < 32; l++) lanes[l] = warp * 32 + (order == LAST_WARP_FIRST ? 31 - l : l);
+  if (order == RANDOM_ORDER) std::shuffle(lanes, lanes + 32, dice);
+  bool any = false;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (unsigned lane : lanes) {
+      if (lane >= threads || !fibers[lane].runnable()) continue;
+      if (landing == AT_RANDOM) land_some();
+      moved = any = true;
+      current = lane;
+      kvk_switch(&scheduler, fibers[lane].stack_pointer);
+      if (*error) return false;
+    }
+    if (order == RANDOM_ORDER) break;
+  }
+  return any;
 }
 
 static void run_block(unsigned threads) {
@@ -139,37 +194,23 @@ static void run_block(unsigned threads) {
     fiber.stack_pointer = top - 6;
     memset(top - 6, 0, 6 * sizeof(void*));
   }
-  const unsigned count = (unsigned)warps.size();
-  for (bool any = true; any;) {
+  std::vector<unsigned> turns(warps.size());
+  for (unsigned w = 0; w < turns.size(); w++) turns[w] = order == LAST_WARP_FIRST ? turns.size() - 1 - w : w;
+  for (bool any = true; any && !*error;) {
     any = false;
-    for (unsigned w = 0; w < count; w++) {
-      const unsigned warp = last_first ? count - 1 - w : w;
-      for (bool moved = true; moved;) {  // run this warp as far as possible
-        moved = false;
-        for (unsigned l = 0; l < 32; l++) {
-          const unsigned i = warp * 32 + (last_first ? 31 - l : l);
-          if (i >= threads || !fibers[i].runnable()) continue;
-          moved = any = true;
-          current = i;
-          kvk_switch(&scheduler, fibers[i].stack_pointer);
-        }
-      }
-    }
+    if (order == RANDOM_ORDER) std::shuffle(turns.begin(), turns.end(), dice);
+    for (unsigned warp : turns) any |= run_warp(warp, threads);
   }
-  for (unsigned i = 0; i < threads; i++)
-    if (!fibers[i].done) {
-      fprintf(stderr, "emulator: %s: thread %u of block (%u, %u, %u) waits forever at %s\n", running->name, i, block_at.x,
-              block_at.y, block_at.z, fibers[i].waits_at);
-      abort();
-    }
+  for (unsigned i = 0; i < threads && !*error; i++)
+    if (!fibers[i].done) describe("thread %u waits forever at %s", i, fibers[i].waits_at);
 }
 
 static const Registered*& head() {
   static const Registered* list = nullptr;
   return list;
 }
-Registered::Registered(const char* name, void (*run)(const void*), size_t params_bytes)
-    : name(name), run(run), params_bytes(params_bytes), next(head()) {
+Registered::Registered(const char* name, unsigned threads, void (*run)(const void*), size_t params_bytes)
+    : name(name), threads(threads), run(run), params_bytes(params_bytes), next(head()) {
   head() = this;
 }
 static const Registered* find(const char* name) {
@@ -182,7 +223,17 @@ static const Registered* find(const char* name) {
 
 extern "C" {
 int kvk_devices() { return 1; }
-void kvk_schedule(int last_first) { emulator::last_first = last_first; }
+void kvk_schedule(int order, int landing, unsigned seed) {
+  emulator::order = (emulator::Order)order, emulator::landing = (emulator::Landing)landing;
+  emulator::dice.seed(seed);
+}
+void kvk_card(unsigned max_shared_bytes) { emulator::max_shared_bytes = max_shared_bytes; }
+
+// The compiler calls this for a misaligned access (-fsanitize=alignment).
+struct Place { const char* file; unsigned line, column; };
+void __ubsan_handle_type_mismatch_v1(const Place* place, uintptr_t) {
+  FAULT("misaligned address: an access of thread %u at %s:%u", emulator::current, place->file, place->line);
+}
 size_t kvk_params_bytes(const char* name) {
   const emulator::Registered* kernel = emulator::find(name);
   return kernel ? kernel->params_bytes : 0;
@@ -192,6 +243,13 @@ int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigne
   running = find(name);
   if (!running) return -1;
   running_params = params;
+  *error = 0;
+  if (!grid[0] || !grid[1] || !grid[2] || grid[1] > MAX_GRID_YZ || grid[2] > MAX_GRID_YZ)
+    return describe("invalid argument: y and z of a grid are 1 to %u", MAX_GRID_YZ), -2;
+  if (!threads || threads > running->threads)
+    return describe("%u threads in a block; its launch bounds are %u", threads, running->threads), -2;
+  if (shared_bytes > max_shared_bytes)
+    return describe("%u bytes of shared memory for a block; this card has %u", shared_bytes, max_shared_bytes), -2;
   // Allocated at its exact size, so that the address sanitizer detects out-of-bounds accesses.
   shared = (unsigned char*)aligned_alloc(16, shared_bytes ? (shared_bytes + 15) / 16 * 16 : 16);
   for (unsigned z = 0; z < grid[2]; z++)
@@ -199,12 +257,12 @@ int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigne
       for (unsigned x = 0; x < grid[0]; x++) {
         block_at = {x, y, z};
         memset(shared, 0xff, shared_bytes);
-        run_block(threads);
+        if (!*error) run_block(threads);
       }
   free(shared);
-  return 0;
+  return *error ? -2 : 0;
 }
-const char* kvk_error_string(int) { return "the emulator has no such kernel"; }
+const char* kvk_error_string(int code) { return code == -1 ? "the emulator has no such kernel" : emulator::error; }
 }
 
 #include "../cuda/attention.cu"

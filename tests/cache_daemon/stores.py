@@ -18,7 +18,7 @@ from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.store.chunk_store import ChunkStore
-from cache_daemon.store.commit import ReserveResult
+from cache_daemon.store.reservations import ReserveResult
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_accounts import TenantAccounts

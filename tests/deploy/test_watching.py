@@ -120,6 +120,8 @@ SCRAPED = {
     'kvsidecar_cache_durable_budget_bytes{job="n",instance="a:3"}': "200x10",
     'kvsidecar_worker_pool_free_pages{job="n",instance="a:2"}': "10x10",
     'kvsidecar_worker_pool_pages{job="n",instance="a:2"}': "100x10",
+    'kvsidecar_engine_load_seconds_total{job="n",instance="a:3",engine="vllm",namespace="ab"}': "0+1x10",
+    'kvsidecar_engine_saved_prefill_seconds_total{job="n",instance="a:3",engine="vllm",namespace="ab"}': "0+4x10",
     'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="1"}': "0+0x10",
     'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="2"}': "0+60x10",
     'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="+Inf"}': "0+60x10",
@@ -131,6 +133,7 @@ ANSWERS = {
     "all engines": 0.75,
     "engines' own prefix caches": 0.05,
     "cache daemon": 0.7,
+    "{{engine}}: time of loads per saved prefill time": 0.25,
     "{{process}} processes": 1,
     "failed share of answers": 0.25,
     "stores whose disk fails": 1,
@@ -148,7 +151,7 @@ ANSWERS = {
 
 def test_the_first_row_says_whether_the_cache_pays_is_healthy_is_full_and_what_is_slow(tmp_path: Path) -> None:
     def evaluated(query: str) -> str:
-        for name, value in {"$job": ".*", "$instance": ".*", "$__rate_interval": "5m"}.items():
+        for name, value in {"$job": ".*", "$instance": ".*", "$namespace": ".*", "$__rate_interval": "5m"}.items():
             query = query.replace(name, value)
         return f"sum by () (round({query}, 0.001))" if "count by" not in query else f"max by () ({query})"
 

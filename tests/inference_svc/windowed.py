@@ -17,7 +17,7 @@ from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.kv_client.connector import DaemonConnector
+from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool

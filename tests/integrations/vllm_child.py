@@ -112,13 +112,13 @@ def _generate(llm: Any, prompts: list[list[int]], tokens: int, salt: str) -> lis
 
 
 def _break_loads() -> str:
-    from kvsidecar.kv_transfer.chunk_reader import ChunkReader
+    from kvsidecar.kv_transfer.chunk_reader import ChunkReader, LoadedPrefix
 
     whole = ChunkReader.load
 
     def half(
         self: ChunkReader, session: Any, tokens: list[int], salt: bytes, slots: Any, first: int, **how: Any
-    ) -> int:
+    ) -> LoadedPrefix:
         middle = max(first, len(tokens) // 2)
         whole(self, session, tokens[:middle], salt, slots[:middle], first, **how)
         raise ConnectionError("planted: the session ended while chunks were copied")

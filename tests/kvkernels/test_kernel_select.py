@@ -17,7 +17,8 @@ from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection
 
 from inference_svc.model_runner import cuda_attention
-from tests.kvkernels.doubles.fake_driver import T4_SHARED_BYTES, FakeDriver
+from tests.kvkernels.doubles.card import T4
+from tests.kvkernels.doubles.fake_driver import FakeDriver
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A T4 has 64 KiB for a block; attention of 256 channels needs 66 KiB, of 128 it runs."""
-    card = SimpleNamespace(shared_memory_per_block_optin=T4_SHARED_BYTES)
+    card = SimpleNamespace(shared_memory_per_block_optin=T4.shared_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
     t4 = torch.device("cuda", 0)
@@ -142,7 +143,7 @@ def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
 
 
 def test_a_launch_that_the_card_cannot_make_is_an_error_with_its_name(driver: FakeDriver) -> None:
-    driver.reset(1, T4_SHARED_BYTES)
+    driver.reset(1, T4.shared_bytes)
     module = CubinModule([b"cubin"], 0)
     with pytest.raises(KernelLaunchError, match="attention with 67584 bytes of shared memory: invalid argument"):
         launch(module, 67_584)

@@ -152,7 +152,7 @@ class MessageWriter:
         return "stop_sequence" if part.WhichOneof("stopped_by") == "stop_string" else "end_turn"
 
     def _usage(self, counted: pb.Usage) -> dict[str, Any]:
-        """Return the usage. All computed tokens are stored: they count as such where the request marks any."""
+        """Return the usage. If the request has a breakpoint, all computed tokens count as written to the cache."""
         computed = counted.prompt_tokens - counted.cached_tokens
         written = 0 if self._ttl is None else computed
         hour = written if self._ttl == _ONE_HOUR_SECONDS else 0

@@ -30,10 +30,10 @@ from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSA
 from inference_svc.gateway.api_keys import GUEST_HEADER, ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
-from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
+from inference_svc.gateway.drain import DrainMiddleware
 from inference_svc.gateway.explain_header import EXPLAIN_HEADER
-from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import (
     CONVERSATIONS,
@@ -45,6 +45,7 @@ from inference_svc.gateway.fleet.prefix_query import (
 from inference_svc.gateway.fleet.proxy import Proxy, proxied_response
 from inference_svc.gateway.fleet_api import REQUEST_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.health_routes import add_readiness
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.request_guard import FLEET, RequestGuard
@@ -166,11 +167,6 @@ class FleetHandlers:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def health(self, request: Request) -> Response:
-        up, known = len(self.discovery.alive), len(self.discovery.all)
-        body = {"status": "ok" if up else "no node is up", "nodes_up": up, "nodes": known}
-        return JSONResponse(body, status_code=200 if up else 503)
-
     async def refuse_adapters(self, request: Request) -> Response:
         raise UnsupportedOption(
             "a fleet's gateway loads and unloads no adapters: send this to the gateway of each node, and the fleet has "
@@ -255,8 +251,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     for path in (LOAD, UNLOAD):
         app.add_api_route(path, fleet.refuse_adapters, methods=["POST"])
     app.add_api_route("/version", fleet.version, methods=["GET"])
-    for path in (HEALTH, READYZ):
-        app.add_api_route(path, fleet.health, methods=["GET"])
+    add_readiness(app, "node", lambda: fleet.discovery.all)
     app.add_api_route("/metrics", fleet.show_metrics, methods=["GET"])
     app.add_api_route(FLEET, fleet.show_fleet, methods=["GET"])
     return app

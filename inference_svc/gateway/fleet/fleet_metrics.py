@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Gauge, Histogram
 
-from inference_svc.gateway.fleet.discovery import NodeDiscovery
+from inference_svc.gateway.fleet.node_discovery import NodeDiscovery
 from inference_svc.gateway.request_counters import RequestCounters
 
 

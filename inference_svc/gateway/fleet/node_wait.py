@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from math import inf
 
-from inference_svc.gateway.fleet.discovery import NodeDiscovery
+from inference_svc.gateway.fleet.node_discovery import NodeDiscovery
 from inference_svc.gateway.fleet.prefix_query import RoutedRequest
 from inference_svc.gateway.model_aliases import lists
 

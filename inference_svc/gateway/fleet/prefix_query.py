@@ -16,13 +16,13 @@ from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 from prometheus_client import Histogram
 
 from inference_svc.gateway.anthropic_api.error_envelope import MESSAGES_PATH
-from inference_svc.gateway.fleet.discovery import BAD_RESPONSE_ERRORS, CONNECTION_ERRORS, Node, NodeDiscovery
 from inference_svc.gateway.fleet.fleet_router import (
     PromptPrefixHashes,
     choose_node,
     nodes_to_query,
     prompt_prefix_hashes,
 )
+from inference_svc.gateway.fleet.node_discovery import BAD_RESPONSE_ERRORS, CONNECTION_ERRORS, Node, NodeDiscovery
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
 from inference_svc.gateway.model_aliases import lists
 

@@ -19,8 +19,8 @@ from inference_svc.gateway.answer_writer import error_event
 from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, messages_error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.explain_header import MISS_HEADER
-from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest
 from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, WARM_PATH

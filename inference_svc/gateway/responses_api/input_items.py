@@ -145,7 +145,7 @@ def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments:
 
 
 def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items as lists of them show items: with an id, a status, and content in parts."""
+    """Return items in the form that item lists have: with an id, a status, and content in parts."""
     found = []
     for item in items:
         body = item.model_dump(exclude_none=True, by_alias=True)

@@ -79,7 +79,7 @@ def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
 
 
 def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> int:
-    """Width at which a checkpoint of ``stored`` bits is kept.
+    """Choose the bits per weight in memory for a checkpoint with ``stored`` bits.
 
     ``auto`` is the stored width if there are kernels for it, else 16. Raises ConfigurationError for a width that the
     device does not support.

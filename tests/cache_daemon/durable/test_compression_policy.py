@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_daemon.durable import compression_policy
-from cache_daemon.durable.compression_policy import Calibration, PayloadCompressor
+from cache_daemon.durable.compression_policy import Calibration, CompressionPolicy
 from tests.cache_daemon.durable.chunks import chunk, opened, store
 from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
@@ -70,9 +70,9 @@ def test_the_disk_is_measured_for_real(tmp_path: Path) -> None:
 
 
 def test_a_mode_that_is_given_is_not_measured() -> None:
-    assert PayloadCompressor("none").active is False
-    assert PayloadCompressor("zstd").active is True
-    assert PayloadCompressor("auto").active is None
+    assert CompressionPolicy("none").active is False
+    assert CompressionPolicy("zstd").active is True
+    assert CompressionPolicy("auto").active is None
 
 
 def test_planes_are_looked_for_in_few_payloads_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,11 @@ def test_planes_are_looked_for_in_few_payloads_of_a_model(monkeypatch: pytest.Mo
         return look(payload, element)
 
     monkeypatch.setattr(compression_policy.payload_codec, "compressible_planes", counted)
-    store_packing = PayloadCompressor("zstd")
+    store_packing = CompressionPolicy("zstd")
     noise = chunk([1], payload=random.Random(1).randbytes(300_000))
     trained = trained_chunks()[0]
     assert store_packing.compress([noise]) == [None]
-    (alone,) = PayloadCompressor("zstd").compress([trained])
+    (alone,) = CompressionPolicy("zstd").compress([trained])
     looked.clear()
     for _ in range(33):
         assert store_packing.compress([trained]) == [alone], "as if it had been looked at, also after noise"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from cache_daemon.durable import compression_policy
-from cache_daemon.durable.compression_policy import CpuSample, IdleCoreCounter, PayloadCompressor
+from cache_daemon.durable.compression_policy import CompressionPolicy, CpuSample, IdleCoreCounter
 from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 
@@ -80,7 +80,7 @@ def test_this_machine_says_something_or_counts_as_idle(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("mode", ["auto", "zstd"])
 def test_what_comes_while_all_cores_compute_is_stored_raw(mode: compression_policy.Compression, clock: Clock) -> None:
     trained = trained_chunks()[:1]
-    packer = PayloadCompressor(mode, IdleCoreCounter(clock.look, clock.wait))
+    packer = CompressionPolicy(mode, IdleCoreCounter(clock.look, clock.wait))
     packer.active = True
     (small,) = packer.compress(trained)
     assert small is not None

@@ -28,7 +28,7 @@ from benchmarks.node import Node
 from cache_daemon.memory.arena import ALIGNMENT
 from cache_daemon.memory.fd_server import _REQUEST_TIMEOUT_SECONDS, serve_fds
 from cache_daemon.memory.shared_memory import SharedMemory
-from cache_daemon.memory.staging import Staging, StagingBudget
+from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from tests.cache_daemon.conftest import Peer, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
 from tests.cache_daemon.store.test_durability import run_daemon
@@ -225,7 +225,7 @@ def test_the_daemon_takes_memory_as_it_is_used(start: Callable[..., Node]) -> No
 
 
 def test_idle_staging_gives_its_memory_back_and_never_what_is_reserved() -> None:
-    staging = Staging(64 << 20)
+    staging = StagingMemory(64 << 20)
     whole = staging.allocate(60 << 20)
     assert whole is not None
     with staging.view(whole) as view:
@@ -271,7 +271,7 @@ async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: P
 
 def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
     size = 1 << 20
-    kept, shared = Staging(size), Staging(size, StagingBudget(size))
+    kept, shared = StagingMemory(size), StagingMemory(size, StagingBudget(size))
     for staging, idle in ((kept, size), (shared, 0)):
         slot = staging.allocate(size)
         assert slot is not None
@@ -283,7 +283,7 @@ def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
 
 def test_sessions_of_one_caller_share_an_allowance_of_staging() -> None:
     shared = StagingBudget(2 * ALIGNMENT)
-    first, second = Staging(4 * ALIGNMENT, shared), Staging(4 * ALIGNMENT, shared)
+    first, second = StagingMemory(4 * ALIGNMENT, shared), StagingMemory(4 * ALIGNMENT, shared)
     slot = first.allocate(2 * ALIGNMENT)
     assert slot is not None
     assert second.allocate(1) is None

@@ -76,7 +76,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
         bench.session.owner = OPERATOR
         shared = ServiceState(store, 2000, CallMetrics(telling.call_span))
-        telling.observe(StatsSnapshots(shared.stats, shared.calls, asyncio.get_running_loop()))
+        telling.observe(StatsSnapshots(shared.stats, shared.calls, shared.reuse, asyncio.get_running_loop()))
         server = grpc.aio.server()
         server.add_insecure_port(f"unix:{folder}/s")
         add_CacheServiceServicer_to_server(CacheService(shared, lambda _: OPERATOR, "m"), server)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache_daemon.remote import remote_prefetcher
+from cache_daemon.remote import fetch_or_compute
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the lookup timeout: a lookup that a busy machine delays is no miss, and the prefill cost still ends it."""
-    monkeypatch.setattr(remote_prefetcher, "_LOOKUP_SECONDS", 10.0)
-    monkeypatch.setattr(remote_prefetcher, "_LOOKUP_MAX_SECONDS", 10.0)
+    monkeypatch.setattr(fetch_or_compute, "_LOOKUP_SECONDS", 10.0)
+    monkeypatch.setattr(fetch_or_compute, "_LOOKUP_MAX_SECONDS", 10.0)

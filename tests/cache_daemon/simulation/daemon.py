@@ -235,7 +235,7 @@ class Daemon:
 
     def _check_author(self, key: bytes, path: Path) -> None:
         """Record when a worker last stored a chunk, and check that its reservation was not deleted since."""
-        found = self.store._commit._open_reservations.get(key)
+        found = self.store._reservations._open.get(key)
         if found is None:
             return
         self.world.written[key] = self.world.happened
@@ -339,16 +339,16 @@ class Daemon:
 
     def _check_quotas(self) -> None:
         tiers = self.store.tiers
-        if tiers.disk_ledger is not None:
-            assert tiers.disk_ledger.used_bytes <= scene.DURABLE_BYTES, "the durable budget is exceeded"
+        if tiers.disk_quotas is not None:
+            assert tiers.disk_quotas.used_bytes <= scene.DURABLE_BYTES, "the durable budget is exceeded"
         for salt, limits in scene.LIMITS.items():
             account = self.store.accounts.account_of(keys.tenant_id(salt))
             if limits.arena_bytes is not None:
-                assert tiers.arena_ledger.usage_of(account) <= limits.arena_bytes, (
+                assert tiers.arena_quotas.usage_of(account) <= limits.arena_bytes, (
                     "a tenant's quota of the arena is exceeded"
                 )
-            if limits.store_bytes is not None and tiers.disk_ledger is not None:
-                assert tiers.disk_ledger.usage_of(account) <= limits.store_bytes, (
+            if limits.store_bytes is not None and tiers.disk_quotas is not None:
+                assert tiers.disk_quotas.usage_of(account) <= limits.store_bytes, (
                     "a tenant's quota of the disk is exceeded"
                 )
             assert limits.entries is None or account.entries <= limits.entries, "a tenant has too many chunks"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from kvsidecar import keys
 
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.reservations import ReserveResult
 from cache_daemon.store.sessions import Session
 
 

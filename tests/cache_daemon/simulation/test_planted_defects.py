@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
-from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.lookup import Lookup
 from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.two_phase_commit import TwoPhaseCommit
 from tests.cache_daemon.simulation.search import failure_of
 from tests.cache_daemon.simulation.world import settings_of
 

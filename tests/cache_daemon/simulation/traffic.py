@@ -225,7 +225,7 @@ class Traffic:
         remote = daemon.store.remote
         if remote is None or session.closed:
             return
-        in_progress = any(r.header.root == root for _, r in daemon.store._commit._open_reservations.values())
+        in_progress = any(r.header.root == root for _, r in daemon.store._reservations._open.values())
         if in_progress and not self.world.settings.promises.listed_once:
             return
         ends = sorted({min(cut, len(ids)), len(ids)})

@@ -279,7 +279,7 @@ async def test_a_deleted_chunk_does_not_unregister_its_successor() -> None:
         await bench.put([1])
         bench.store.release(bench.session, [held.lease_id])
         successor = bench.store.find(bench.root(), key)
-        assert successor in bench.store.tiers.arena_ledger, "it can be evicted like any other"
+        assert successor in bench.store.tiers.arena_quotas, "it can be evicted like any other"
         for i in range(20):
             assert (await bench.put([50 + i]))[1] == pb.COMMIT_OUTCOME_COMMITTED
 

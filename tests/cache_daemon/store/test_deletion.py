@@ -10,7 +10,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from cache_daemon.durable.durable_tier import PutResult, TierFailed, WriteGroup
 from cache_daemon.store.chunk import Residency
-from cache_daemon.store.commit import ReserveResult
+from cache_daemon.store.reservations import ReserveResult
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import Bench, opened

@@ -12,7 +12,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.durable_tier import Put, WriteGroup
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.commit import ReserveResult
+from cache_daemon.store.reservations import ReserveResult
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, node, prompt

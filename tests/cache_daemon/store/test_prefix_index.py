@@ -98,7 +98,7 @@ def test_a_content_hash_alone_is_not_trusted() -> None:
     index = PrefixIndex()
     key = put(index, ROOT, [1, 2])
     shared = b""  # as all headers of this file have it
-    found = index.find_by_content(shared, keys.token_bytes([1, 2]))
+    found = index.contents.find(shared, keys.token_bytes([1, 2]))
     assert found is not None
     assert found.key == key
-    assert index.find_by_content(shared, keys.token_bytes([2, 1])) is None
+    assert index.contents.find(shared, keys.token_bytes([2, 1])) is None

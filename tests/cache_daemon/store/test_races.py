@@ -30,7 +30,7 @@ async def test_chunks_that_arrive_together_keep_the_quota_together() -> None:
         items = [bench.fill(r, [n]) for n, r in enumerate(reserved)]
         await bench.store.commit(bench.session, bench.store.epoch, items)
         account = bench.store.accounts.account_of(keys.tenant_id(b""))
-        assert bench.store.tiers.arena_ledger.usage_of(account) <= 2 * PAGE
+        assert bench.store.tiers.arena_quotas.usage_of(account) <= 2 * PAGE
 
 
 async def test_an_account_lives_as_long_as_a_reservation_on_it() -> None:

@@ -20,7 +20,7 @@ from kvsidecar.errors import ModelUnsupported
 from benchmarks.repair_strategies import STRATEGIES, FirstK
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
-from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
+from inference_svc.context_reuse.rope_shift import rope_shift_of, why_not_shiftable
 from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.kv_pool.block_table import BlockTable
@@ -63,9 +63,9 @@ def test_turning_stored_keys_equals_encoding_elsewhere(name: str, bits: int, mon
     loaded, eager, pool = random_model(name, monkeypatch)
     if why_not_shiftable(loaded.config):
         with pytest.raises(ModelUnsupported, match="cannot be moved"):
-            key_rotation_of(loaded.model)
+            rope_shift_of(loaded.model)
         return
-    decoder, rotary = Decoder(loaded), key_rotation_of(loaded.model)
+    decoder, rotary = Decoder(loaded), rope_shift_of(loaded.model)
     ids = torch.randint(1, 500, (24,)).tolist()
     table, moved = pool.allocate(24), pool.allocate(24)
     assert table is not None
@@ -109,7 +109,7 @@ def test_frequencies_that_depend_on_length_are_refused(kind: str, why: str) -> N
     config = SimpleNamespace(rope_parameters={"rope_type": kind})
     assert why_not_shiftable(config)
     with pytest.raises(ModelUnsupported, match=why):
-        key_rotation_of(SimpleNamespace(config=config))
+        rope_shift_of(SimpleNamespace(config=config))
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 
-from inference_svc.engine import batch_sampler
+from inference_svc.engine import speculative_sampler
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.gateway.worker_retry import is_retryable
@@ -125,14 +125,14 @@ def test_who_waits_is_told_even_where_pages_cannot_be_cleared(engine: Engine, mo
 def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
     engine: Engine, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = batch_sampler.sample
+    real = speculative_sampler.sample
 
     def short_of_memory(logits: torch.Tensor, samplers: list[SamplingState]) -> list[SampleResult]:
         if len(samplers) > 1:
             raise torch.OutOfMemoryError("rows times the vocabulary")
         return real(logits, samplers)
 
-    monkeypatch.setattr(batch_sampler, "sample", short_of_memory)
+    monkeypatch.setattr(speculative_sampler, "sample", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
 
 

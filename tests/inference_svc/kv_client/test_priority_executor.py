@@ -16,7 +16,7 @@ from kvsidecar.kv_transfer.session import Session
 from inference_svc import Engine
 from inference_svc.engine.engine import Engine as InnerEngine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.kv_client import chunk_loader, connector
+from inference_svc.kv_client import chunk_loader, daemon_connector
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import load
@@ -310,7 +310,7 @@ def test_a_lane_keeps_its_order_but_for_what_is_urgent() -> None:
 def test_storing_gives_way_to_copies_unless_a_load_waits_for_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "_MAX_YIELD_SECONDS", 60.0)
+    monkeypatch.setattr(daemon_connector, "_MAX_YIELD_SECONDS", 60.0)
     cache, inner = engine._runtime.cache, engine._runtime.engine
     assert cache is not None
     # So short that no other request goes on in its pages.

@@ -14,7 +14,8 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 from inference_svc.kv_pool.prefix_cache import CachedSequence, CacheScope, PrefixCache, StoredPrefix
 from inference_svc.scheduling import window_release
-from inference_svc.scheduling.admission import Admission, PrefixSource
+from inference_svc.scheduling.admission import Admission
+from inference_svc.scheduling.copy_on_write import PrefixSource
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import NullKVConnector

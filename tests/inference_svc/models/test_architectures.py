@@ -10,7 +10,7 @@ import torch
 import transformers as t
 from kvsidecar.errors import ModelUnsupported
 
-from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
+from inference_svc.context_reuse.rope_shift import rope_shift_of, why_not_shiftable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import register
@@ -18,8 +18,8 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.loader import LoadedModel
-from inference_svc.models.longrope import freeze_longrope
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
+from inference_svc.models.rope_scaling import freeze_longrope
 from inference_svc.models.supported_architectures import SUPPORTED, UNSUPPORTED
 
 COMMON = {
@@ -191,7 +191,7 @@ def test_keys_turned_by_different_angles_per_layer_are_not_moved() -> None:
     loaded, _, _ = build("Gemma3ForCausalLM")
     assert "different rotary embeddings" in why_not_shiftable(loaded.config)
     with pytest.raises(ModelUnsupported, match="cannot be moved"):
-        key_rotation_of(loaded.model)
+        rope_shift_of(loaded.model)
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

@@ -27,8 +27,8 @@ from benchmarks.node import free_port
 from cache_daemon.config import DaemonConfig
 from inference_svc.models.model_resolver import DEMO_MODEL
 from inference_svc.node import supervisor
-from inference_svc.node.child_process import ChildProcess
 from inference_svc.node.node_lock import NodeLock
+from inference_svc.node.restarting_process import RestartingProcess
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
 
@@ -343,7 +343,7 @@ def test_gpus_that_are_not_there_are_refused(
 
 def test_a_child_gets_its_environment(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['A_GPU'])"]
-    asyncio.run(ChildProcess("worker-0", command, environment={"A_GPU": "1"})._run_once())
+    asyncio.run(RestartingProcess("worker-0", command, environment={"A_GPU": "1"})._run_once())
     assert (tmp_path / "seen").read_text() == "1"
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.engine.batch_sampler import BatchSampler
 from inference_svc.engine.engine_core import EngineCore, EngineServices
 from inference_svc.engine.engine_events import RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
+from inference_svc.engine.speculative_sampler import SpeculativeSampler
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.forward_batch import ForwardBatch
 from inference_svc.sampling.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ def loop_of(
     model: Any,
     proposers: Mapping[SpeculationMode, Proposer] | None = None,
     costs: StepCostModel | None = None,
-    kind: type[BatchSampler] = BatchSampler,
+    kind: type[SpeculativeSampler] = SpeculativeSampler,
     branches: int = 1,
 ) -> EngineCore:
     """The engine's loop over a table, to be stepped by hand."""

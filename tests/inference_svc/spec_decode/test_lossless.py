@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.engine.batch_sampler import BatchSampler
 from inference_svc.engine.engine_core import EngineCore
+from inference_svc.engine.speculative_sampler import SpeculativeSampler
 from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, prompt, sequence, table
@@ -64,7 +64,7 @@ def test_usage_counts_what_was_guessed() -> None:
 # ---- the distribution ------------------------------------------------------------------------------------------
 
 
-class Leaning(BatchSampler):
+class Leaning(SpeculativeSampler):
     """A planted bias: what was guessed is a little likelier to be drawn."""
 
     def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
@@ -75,7 +75,7 @@ class Leaning(BatchSampler):
         return super().sample(sequences, logits, drafts)
 
 
-class Repeating(BatchSampler):
+class Repeating(SpeculativeSampler):
     """Another: a wrong guess draws again, by the number that refused it, as if acceptance were a matter of luck."""
 
     def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
@@ -87,7 +87,7 @@ class Repeating(BatchSampler):
         return super().sample(sequences, logits, drafts)
 
 
-def transitions(kind: type[BatchSampler], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
+def transitions(kind: type[SpeculativeSampler], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
     """How often each token followed each, of ``n`` drawn tokens."""
     counts, per = np.zeros((VOCABULARY, VOCABULARY), np.int64), 500
     loop = loop_of(model, kind=kind, branches=branches)
@@ -111,10 +111,10 @@ LIMIT = 74.0
 @pytest.mark.parametrize(("branches", "n"), [(1, 20_000), (2, 8_000)])
 def test_sampled_answers_have_the_models_distribution(branches: int, n: int) -> None:
     model = table(7)
-    assert chi_square(transitions(BatchSampler, model, n, branches), model) < LIMIT
+    assert chi_square(transitions(SpeculativeSampler, model, n, branches), model) < LIMIT
 
 
 @pytest.mark.parametrize(("biased", "branches"), [(Leaning, 2), (Repeating, 1)])
-def test_the_test_sees_a_planted_bias(biased: type[BatchSampler], branches: int) -> None:
+def test_the_test_sees_a_planted_bias(biased: type[SpeculativeSampler], branches: int) -> None:
     model = table(7)
     assert chi_square(transitions(biased, model, 6_000, branches), model) > LIMIT

@@ -18,7 +18,7 @@ from referencing import Registry
 
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
-from inference_svc.structured_output.schema_normalize import plain
+from inference_svc.structured_output.schema_cleanup import plain
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)

@@ -17,7 +17,7 @@ from kvsidecar.requests import to_request
 
 from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.structured_output.grammar_state import GrammarState
-from inference_svc.structured_output.schema_normalize import plain
+from inference_svc.structured_output.schema_cleanup import plain
 from inference_svc.tool_calls.qwen3_coder_arguments import parameter_rules
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from tests.inference_svc.chat_template.test_chat_template import HISTORY, SCHEMA, TOOLS, chat_template_for

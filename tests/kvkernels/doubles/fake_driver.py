@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-T4_SHARED_BYTES, H100_SHARED_BYTES = 65_536, 232_448
+from tests.kvkernels.doubles.card import H100
 
 
 @cache
@@ -30,7 +30,7 @@ def compiled(name: str, soname: str = "") -> ctypes.CDLL:
 class FakeDriver:
     """Controls the fake driver. It stays loaded, without devices, after ``close``."""
 
-    def __init__(self, devices: int = 1, shared_bytes: int = H100_SHARED_BYTES) -> None:
+    def __init__(self, devices: int = 1, shared_bytes: int = H100.shared_bytes) -> None:
         self._c = compiled("fake_driver", "libcuda.so.1")
         self.reset(devices, shared_bytes)
 

@@ -1,35 +1,73 @@
 """CUDA emulator fixtures: the CUDA sources compiled for the CPU."""
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from kvkernels.cuda import emulator
 from kvkernels.cuda.cuda_library import SharedLibrary
 
+from tests.kvkernels.doubles.card import A100, V100, Card
+
+_ORDERS = ("first warp first", "last warp first", "random order")
+_LANDINGS = ("at wait", "at issue", "at random")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Order of warps and lanes, and the moment at which asynchronous copies land."""
+
+    order: str = _ORDERS[0]
+    landing: str = _LANDINGS[0]
+    seed: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.order}, copies land {self.landing}"
+
+
+SCHEDULES = tuple(Schedule(order, landing) for order in _ORDERS for landing in _LANDINGS)
+
 
 class Emulated(SharedLibrary):
-    """Emulator with a choice of which warp runs first."""
+    """Emulator of a card, with a choice of schedule. Like its C library, one per build and process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, card: Card = A100) -> None:
         super().__init__(path)
-        self._schedule = ctypes.CDLL(str(path)).kvk_schedule
+        self._library = ctypes.CDLL(str(path))
+        self.use(card)
+        self.schedule(Schedule())
 
-    def last_warp_first(self, last_first: bool) -> None:
-        self._schedule(int(last_first))
+    def use(self, card: Card) -> None:
+        """Apply a card's limits."""
+        self._card = card
+        self._library.kvk_card(card.shared_bytes)
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Choose how the following launches run."""
+        self._library.kvk_schedule(
+            _ORDERS.index(schedule.order), _LANDINGS.index(schedule.landing), ctypes.c_uint(schedule.seed)
+        )
+
+    def launch(
+        self, name: str, grid: Sequence[int], threads: int, shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        self._card.check_registers(name, threads)
+        super().launch(name, grid, threads, shared_bytes, params, stream)
 
 
 def library(**kind: bool) -> Emulated:
     if emulator.compiler() is None:
         pytest.skip("no C++ compiler to build the CUDA emulator with")
-    return Emulated(emulator.build(**kind))
+    return Emulated(emulator.build(**kind), V100 if kind.get("volta") else A100)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def emulated() -> Emulated:
     return library()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def volta() -> Emulated:
     return library(volta=True)

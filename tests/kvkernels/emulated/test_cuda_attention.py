@@ -18,7 +18,7 @@ from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, 
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
-from tests.kvkernels.emulated.conftest import Emulated
+from tests.kvkernels.emulated.conftest import SCHEDULES, Emulated, Schedule
 from tests.kvkernels.emulated.oracle import Case, assert_close, attention, int32
 
 RAGGED = (
@@ -71,15 +71,19 @@ def test_every_type_dimension_group_and_shape(
     run_in_pool(emulated, Case(sequences, heads, kv_heads, dim, dtype))
 
 
-@pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("paged", [0, 16, 32])
-def test_splits_pages_and_the_order_of_warps_change_nothing(
-    emulated: Emulated, paged: int, splits: int, last_first: bool
-) -> None:
-    emulated.last_warp_first(last_first)
+def test_splits_and_pages_change_nothing(emulated: Emulated, paged: int, splits: int) -> None:
     run_in_pool(emulated, Case(((33, 200), (1, 90), (2, 2)), 4, 2, 64, torch.float16), splits, paged)
-    emulated.last_warp_first(False)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_neither_the_order_of_warps_nor_early_copies_change_anything(
+    emulated: Emulated, dim: int, schedule: Schedule
+) -> None:
+    emulated.schedule(schedule)
+    run_in_pool(emulated, Case(((33, 200), (1, 90), (2, 2)), 4, 2, dim, torch.float16), splits=2, paged=16)
 
 
 @pytest.mark.parametrize("dim", [64, 256])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from kvkernels import awq_dequantize
 from kvkernels.cuda import awq_gemm, cuda_sources, emulator
+from kvkernels.cuda.cuda_library import KernelLaunchError
 
-from tests.kvkernels.emulated.conftest import Emulated
+from tests.kvkernels.emulated.conftest import SCHEDULES, Emulated
 from tests.kvkernels.emulated.oracle import Case
 from tests.kvkernels.emulated.test_awq_gemm import layer
 from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
@@ -25,11 +26,12 @@ class Bug:
     right: str
     wrong: str
     seen_by: Callable[[Emulated], None]
+    says: str = ""  # the emulator's error; a wrong result for none
 
 
 def attends(emulated: Emulated) -> None:
-    for last_first in (False, True):
-        emulated.last_warp_first(last_first)
+    for schedule in SCHEDULES:
+        emulated.schedule(schedule)
         run_in_pool(emulated, Case(((70, 200), (3, 65)), 4, 2, 64, torch.float16))
         run_in_pool(emulated, Case(((20, 300),), 4, 2, 64, torch.float16), splits=3, window=100)
 
@@ -38,8 +40,8 @@ def multiplies(emulated: Emulated) -> None:
     words, zeros, scales = layer(256, 64, 64, torch.float16)
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).half()
     expected = x.double() @ awq_dequantize.reference_weight(words, zeros, scales).double().t()
-    for last_first in (False, True):
-        emulated.last_warp_first(last_first)
+    for schedule in SCHEDULES:
+        emulated.schedule(schedule)
         got = awq_gemm.gemm(emulated, x, awq_gemm.repack(words, zeros, scales), 1)
         assert (got.double() - expected).abs().max() <= 1e-3 * expected.abs().max()
 
@@ -115,6 +117,30 @@ BUGS = (
         "g + 8 * (i / 2), channel",
         multiplies,
     ),
+    Bug(
+        "keys requested while other warps read the old ones",
+        "attention.cu",
+        "    sync_block();  // values have arrived, and all warps are done with the keys\n"
+        "    if (tile + 1 < tile_to) source.keys(key_tile, first + KEYS);\n    copies_commit();\n",
+        "    if (tile + 1 < tile_to) source.keys(key_tile, first + KEYS);\n    copies_commit();\n    sync_block();\n",
+        attends,
+    ),
+    Bug(
+        "values requested while other warps read the old ones",
+        "attention.cu",
+        "    sync_block();  // keys have arrived, and all warps are done with the previous values\n"
+        "    source.values(value_tile, first);\n    copies_commit();\n",
+        "    source.values(value_tile, first);\n    copies_commit();\n    sync_block();\n",
+        attends,
+    ),
+    Bug(
+        "rows padded by 4 bytes, which faults on a GPU",
+        "kv_source.cuh",
+        "static constexpr int STRIDE = D + 8;",
+        "static constexpr int STRIDE = D + 2;",
+        attends,
+        says="misaligned address: cp.async of thread",
+    ),
 )
 
 
@@ -132,7 +158,7 @@ def planted(bug: Bug, folder: Path) -> Emulated:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_suite_sees(bug: Bug, tmp_path: Path) -> None:
     broken = planted(bug, tmp_path)
-    with pytest.raises(AssertionError):
+    with pytest.raises(KernelLaunchError if bug.says else AssertionError, match=bug.says or None):
         bug.seen_by(broken)
 
 
@@ -140,4 +166,3 @@ def test_the_suite_sees(bug: Bug, tmp_path: Path) -> None:
 def test_what_sees_them_passes_without_them(emulated: Emulated) -> None:
     attends(emulated)
     multiplies(emulated)
-    emulated.last_warp_first(False)

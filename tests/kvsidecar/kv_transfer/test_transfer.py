@@ -43,14 +43,24 @@ def node() -> Iterator[Node]:
 class Engine:
     """One attached engine, to a node of this host or to a daemon's address."""
 
-    def __init__(self, at: Node | ServiceAddress, name: str, bits: int = 16, *, transposed: bool = False) -> None:
+    nothing = StoredPrefix()
+
+    def __init__(
+        self,
+        at: Node | ServiceAddress,
+        name: str,
+        bits: int = 16,
+        *,
+        transposed: bool = False,
+        engine: str = "kvsidecar",
+    ) -> None:
         dtype = torch.bfloat16
         self.cache, self.write = apart("bhct", dtype, bits) if transposed else packed(dtype, bits)
         described = descriptor(name, geometry(dtype, bits))
         described.quantizer_version = 0 if bits == 16 else keys.QUANTIZER_VERSION
         self.descriptor: NamespaceDescriptor = described
         self.link = DaemonConnection(
-            at if isinstance(at, ServiceAddress) else ServiceAddress(at.cache_socket), name, described
+            at if isinstance(at, ServiceAddress) else ServiceAddress(at.cache_socket), name, described, engine=engine
         )
         assert self.link.wait(10)
         self.reader = ChunkReader(BlockCopier(self.cache), self.cache.geometry, 5.0)
@@ -63,15 +73,17 @@ class Engine:
         assert found is not None
         return found
 
+    def root(self, salt: bytes) -> bytes:
+        return keys.tenant_root(self.link.namespace, salt)
+
     def store(
         self, blocks: list[int], tokens: list[int], prefix: StoredPrefix | None = None, salt: bytes = b""
     ) -> StoreResult:
-        root = keys.tenant_root(self.link.namespace, salt)
         slots = slots_of(blocks, BLOCK_TOKENS)
-        return self.writer.store(self.session, root, tokens, salt, slots, prefix or StoredPrefix())
+        return self.writer.store(self.session, self.root(salt), tokens, salt, slots, prefix or StoredPrefix())
 
     def load(self, blocks: list[int], tokens: list[int], first: int = 0, salt: bytes = b"") -> int:
-        return self.reader.load(self.session, tokens, salt, slots_of(blocks, BLOCK_TOKENS), first)
+        return self.reader.load(self.session, tokens, salt, slots_of(blocks, BLOCK_TOKENS), first).tokens
 
     def payload(self, blocks: list[int]) -> bytes:
         g = self.cache.geometry
@@ -242,7 +254,7 @@ def test_a_disk_is_not_waited_for_by_who_has_it_leased(node: Node, monkeypatch: 
         monkeypatch.setattr(stub, "Match", watched)
         slots = slots_of([0, 1, 2, 3], BLOCK_TOKENS)
         for leased in (True, False):
-            assert two.reader.load(two.session, TOKENS, b"", slots, 0, leased=leased) == len(TOKENS)
+            assert two.reader.load(two.session, TOKENS, b"", slots, 0, leased=leased).tokens == len(TOKENS)
         assert timeouts[0] == 5.0 < timeouts[1]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
+from typing import NamedTuple
 
 from kvkernels.paged_gather import Integers
 
@@ -10,7 +12,14 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.kv_transfer.block_copier import BlockCopier
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, header_of
-from kvsidecar.kv_transfer.session import Session
+from kvsidecar.kv_transfer.session import CompletedLoad, Session
+
+
+class LoadedPrefix(NamedTuple):
+    """Leading tokens that are in the cache after a load, and the payload bytes that the load copied."""
+
+    tokens: int
+    payload_bytes: int
 
 
 class ChunkReader:
@@ -29,30 +38,33 @@ class ChunkReader:
         first: int,
         *,
         leased: bool = False,
-    ) -> int:
+    ) -> LoadedPrefix:
         """Copy the stored part of ``tokens[first:]`` to ``slots [len(tokens)]``.
 
-        Ignores the slots before ``first``. Returns the number of leading tokens that are in the cache afterwards,
-        including those before ``first``. ``leased`` says that another session already leases all of these chunks.
+        Ignores the slots before ``first``. ``leased`` says that another session already leases all of these chunks.
 
         Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have expired during the copy; the
         blocks' contents are then undefined.
         """
+        began, load = time.perf_counter(), None
         found = self._lookup.match(session, tokens, salt, leased=leased)
         try:
-            at, wanted = 0, list[tuple[pb.ChunkMatch, Integers]]()
+            at, size_bytes, wanted = 0, 0, list[tuple[pb.ChunkMatch, Integers]]()
             for match in found.matches:
                 end = min(at + match.matched_tokens, len(tokens))
                 if end > first:
                     targets = slots[at:end].copy()
                     targets[: max(0, first - at)] = -1
                     wanted.append((match, targets))
+                    size_bytes += match.payload_bytes * (end - max(at, first)) // match.tokens
                 at = end
             with closing(session.read(found.lease_id, [match for match, _ in wanted], self._timeout)) as payloads:
                 for (match, targets), payload in zip(wanted, payloads, strict=True):
                     self._copier.unpack(targets, header_of(match, self._geometry), payload)
             if not session.leases_valid:
                 raise ConnectionError("the session ended while chunks were copied")
-            return max(at, first)
+            if at > first:
+                load = CompletedLoad(at - first, size_bytes, time.perf_counter() - began)
+            return LoadedPrefix(max(at, first), size_bytes)
         finally:
-            self._lookup.release(found)
+            self._lookup.release(found, load)

@@ -44,6 +44,7 @@ class StoreResult:
 
     prefix: StoredPrefix
     stored_chunks: int = 0
+    stored_bytes: int = 0
     refused_chunks: int = 0
 
 
@@ -82,7 +83,8 @@ class ChunkWriter:
         source = _BlockSource(
             self, session.max_chunk_tokens, _StoreJob(tokens, slots, token_seconds, after, read_guard)
         )
-        return StoreResult(store_chunks(target, source, prefix).prefix, source.stored_chunks, source.refused_chunks)
+        stored = store_chunks(target, source, prefix).prefix
+        return StoreResult(stored, source.stored_chunks, source.stored_bytes, source.refused_chunks)
 
     def headers(self, job: _StoreJob, start: int, max_chunk_tokens: int) -> list[ChunkHeader]:
         """Return the headers of the chunks from ``start`` on."""
@@ -115,7 +117,7 @@ class _BlockSource:
 
     def __init__(self, writer: ChunkWriter, max_chunk_tokens: int, job: _StoreJob) -> None:
         self._writer, self._max_chunk_tokens, self._job = writer, max_chunk_tokens, job
-        self.stored_chunks = self.refused_chunks = 0
+        self.stored_chunks = self.stored_bytes = self.refused_chunks = 0
 
     def headers(self, start: int) -> list[ChunkHeader]:
         return self._writer.headers(self._job, start, self._max_chunk_tokens)
@@ -128,6 +130,7 @@ class _BlockSource:
 
     def after_group(self, result: WriteResult) -> None:
         self.stored_chunks += sum(result.newly_stored)
+        self.stored_bytes += result.new_bytes
         self.refused_chunks += len(result.stored) - result.num_leading_stored
 
 
@@ -216,11 +219,15 @@ def _fill(source: ChunkSource, group: list[ChunkHeader], i: int, payload: memory
 
 @dataclass(frozen=True)
 class WriteResult:
-    """For each chunk, in order: whether it is stored, and whether this call stored it."""
+    """For each chunk, in order: whether it is stored, and whether this call stored it.
+
+    ``new_bytes`` are the payload bytes that it stored.
+    """
 
     stored: tuple[bool, ...]
     newly_stored: tuple[bool, ...]
     parent_missing: bool = False
+    new_bytes: int = 0
 
     @property
     def num_leading_stored(self) -> int:
@@ -253,7 +260,9 @@ def write(
     stored = tuple(
         new or r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED for new, r in zip(newly_stored, reserved, strict=True)
     )
-    return WriteResult(stored, newly_stored, reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING)
+    parent_missing = reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING
+    new_bytes = sum(header.payload_bytes for new, header in zip(newly_stored, headers, strict=True) if new)
+    return WriteResult(stored, newly_stored, parent_missing, new_bytes)
 
 
 def _written_payloads(

@@ -58,16 +58,18 @@ class DaemonConnection:
         gpu: int | None = None,
         *,
         maps: bool = True,
+        engine: str = "kvsidecar",
         log: Logger | None = None,
     ) -> None:
         """Create the connection; ``gpu`` is the CUDA device that reads chunks, if any.
 
-        The session reads payloads in shared memory where the daemon offers it, and streams them over TCP where it does
-        not. With ``maps=False`` the session only looks up and leases; it can neither read nor write payloads.
+        ``engine`` is the engine's name in the daemon's metrics. The session reads payloads in shared memory where the
+        daemon offers it, and streams them over TCP where it does not. With ``maps=False`` the session only looks up and
+        leases; it can neither read nor write payloads.
         """
         self._log = log or logging.getLogger(__name__)
         self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
-        self._maps = maps
+        self._maps, self._engine = maps, engine
         self.namespace = keys.namespace_id(descriptor)
         self.served_counts: Callable[[], ServedCounts] = ServedCounts  # reported in heartbeats; set by the runtime
         self.default_verdict: pb.ReuseVerdict | None = None  # of sessions for which the daemon has none
@@ -131,6 +133,7 @@ class DaemonConnection:
             client_name=self._name,
             descriptor=self.descriptor,
             namespace=self.namespace,
+            engine=self._engine,
         )
         outgoing.put(pb.AttachRequest(hello=hello))
         try:

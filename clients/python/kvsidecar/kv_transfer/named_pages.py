@@ -19,7 +19,7 @@ from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.chunk_writer import WriteResult, group_length, write
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
-from kvsidecar.kv_transfer.session import Session
+from kvsidecar.kv_transfer.session import CompletedLoad, Session
 
 NAME_TOKENS = 8
 """Minimum tokens of a page: its name is 256 bits."""
@@ -127,9 +127,9 @@ class NamedPages:
         """
         return held.found.session.read(held.found.lease_id, matches, self.timeout)
 
-    def release(self, held: LeasedPages) -> None:
-        """Release the lease without waiting for the answer."""
-        self.lookup.release(held.found)
+    def release(self, held: LeasedPages, load: CompletedLoad | None = None) -> None:
+        """Release the lease without waiting for the answer. ``load`` was completed under it."""
+        self.lookup.release(held.found, load)
 
     def store(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -13,7 +14,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
-from kvsidecar.kv_transfer.session import Session
+from kvsidecar.kv_transfer.session import CompletedLoad, Session
 
 # Chunks outside of the arena are on a disk: each byte that the daemon may have to load extends a Match's timeout.
 _MIN_DISK_BYTES_PER_SECOND = 200e6
@@ -76,16 +77,21 @@ class PrefixLookup:
         contents: Sequence[pb.ContentProbe] = (),
         seconds_per_token: float = 0.0,
         hints: CacheHints = NO_HINTS,
+        known_tokens: int | None = None,
     ) -> PrefixMatch:
         """Find and lease the stored chunks of a prompt.
 
         ``leased`` chunks, which any session already leases, are in memory, so the timeout includes no disk time.
         ``seconds_per_token`` is the prefill time, 0 when unknown: the daemon does not fetch chunks that take longer.
-        Raises grpc.RpcError, and ValueError for an invalid answer.
+        With
+        ``known_tokens``, which the engine has itself, the daemon counts the reason of a miss of later tokens. Raises
+        grpc.RpcError, and ValueError for an invalid answer.
         """
         chunking = self.chunking if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         hints.add_to(request)
+        if known_tokens is not None:
+            request.explain, request.known_tokens = True, known_tokens
         timeout = self._match_timeout(0 if leased else len(tokens))
         if chunking is not None and not leased:
             request.cuts.extend(chunking.shared_boundaries(len(tokens), session.max_chunk_tokens))
@@ -129,9 +135,20 @@ class PrefixLookup:
             if failed is not None:
                 raise failed
 
-    def release(self, found: PrefixMatch) -> None:
-        """Release the lease without waiting for the answer."""
-        found.session.release([found.lease_id])
+    def release(self, found: PrefixMatch, load: CompletedLoad | None = None) -> None:
+        """Release the lease without waiting for the answer. ``load`` was completed under it."""
+        found.session.release([found.lease_id], load)
+
+    def count_miss(self, session: Session, namespace: bytes, tokens: list[int], salt: bytes, known_tokens: int) -> None:
+        """Let the daemon count the reason of a miss that the index summary shows, of the tokens after ``known_tokens``.
+
+        A failed call is not counted.
+        """
+        request = pb.MatchRequest(
+            namespace=namespace, tenant_salt=salt, token_ids=tokens, explain=True, known_tokens=known_tokens
+        )
+        with suppress(grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
+            session.stub.Match(request, timeout=self.timeout)
 
     def _match_timeout(self, tokens: int) -> float:
         """Return the seconds to wait for a Match that may read ``tokens`` from disk."""

@@ -36,6 +36,24 @@ class ServedCounts:
     pool_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class CompletedLoad:
+    """Tokens and payload bytes that a load copied, and the seconds of its lookup and copy."""
+
+    tokens: int
+    payload_bytes: int
+    seconds: float
+
+    def report(self, lease_id: bytes) -> pb.LoadReport:
+        """Return the message about a load under this lease."""
+        return pb.LoadReport(
+            lease_id=lease_id,
+            tokens=self.tokens,
+            payload_bytes=self.payload_bytes,
+            microseconds=round(self.seconds * 1e6),
+        )
+
+
 @dataclass(eq=False)
 class Session:
     """One attachment to one epoch (start) of the daemon."""
@@ -121,11 +139,17 @@ class Session:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.release([request.lease_id])
 
-    def release(self, lease_ids: Sequence[bytes]) -> None:
-        """Release leases without waiting for the answer. Ignores empty ids."""
+    def release(self, lease_ids: Sequence[bytes], load: CompletedLoad | None = None) -> None:
+        """Release leases without waiting for the answer. Ignores empty ids.
+
+        ``load`` was completed under the first lease; the daemon counts it.
+        """
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
-            self._send_until_acked(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
+            loads = [] if load is None else [load.report(held[0])]
+            self._send_until_acked(
+                self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held, loads=loads)
+            )
 
     def store_verdict(self, verdict: pb.ReuseVerdict, timeout: float) -> None:
         """Store a verdict on approximate reuse with the session's namespace. Raises grpc.RpcError."""

@@ -213,7 +213,7 @@ async def test_the_last_node_is_waited_for_however_late_it_failed(monkeypatch: p
 
 
 async def test_two_ports_of_one_name_are_two_sets_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._RESOLVE_SECONDS", 0.01)
+    monkeypatch.setattr("inference_svc.gateway.fleet.node_discovery._RESOLVE_SECONDS", 0.01)
     one, two = Peer(), Peer()
     named("nodes.test", monkeypatch)
     nodes = f"dns+http://nodes.test:{one.port},dns+http://nodes.test:{two.port}"
@@ -277,7 +277,7 @@ async def test_a_name_that_no_response_has_is_asked_of_nobody() -> None:
 
 
 async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._RESOLVE_SECONDS", 0.02)
+    monkeypatch.setattr("inference_svc.gateway.fleet.node_discovery._RESOLVE_SECONDS", 0.02)
     first = Peer()
     second = Peer(host="127.0.0.2", port=first.port)
     addresses = named("nodes.test", monkeypatch)

@@ -299,6 +299,7 @@ class Hello(_message.Message):
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker speaks; 2."""
     client_name: _builtins.str
@@ -308,6 +309,10 @@ class Hello(_message.Message):
     newest_protocol_version: _builtins.int
     """Newest version of this protocol that the worker speaks; 0: protocol_version alone. The session has the newest
     version of both; without a common one, Attach is refused with FAILED_PRECONDITION.
+    """
+    engine: _builtins.str
+    """The engine that the worker belongs to, for metrics: "kvsidecar", "vllm", "sglang" or "lmcache". Other names, and an
+    empty one, are counted as "other".
     """
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
@@ -321,10 +326,11 @@ class Hello(_message.Message):
         descriptor: _chunk_pb2.NamespaceDescriptor | None = ...,
         namespace: _builtins.bytes = ...,
         newest_protocol_version: _builtins.int = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "descriptor", b"descriptor", "namespace", b"namespace", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "descriptor", b"descriptor", "engine", b"engine", "namespace", b"namespace", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1145,25 +1151,67 @@ class ReleaseRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_IDS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The leases."""
 
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadReport]:
+        """What the client loaded under some of these leases; at most one for each. Those of sessions without shared memory are
+        not counted.
+        """
+
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         lease_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        loads: _abc.Iterable[Global___LoadReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "loads", b"loads", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class LoadReport(_message.Message):
+    """A completed load, for metrics. Numbers are at most 2^48."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    MICROSECONDS_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.bytes
+    """A lease of the same request."""
+    tokens: _builtins.int
+    """Tokens that were copied, and need not be computed."""
+    payload_bytes: _builtins.int
+    """Their payload bytes."""
+    microseconds: _builtins.int
+    """Time of lookup and copy."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.bytes = ...,
+        tokens: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        microseconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "microseconds", b"microseconds", "payload_bytes", b"payload_bytes", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class ReleaseResponse(_message.Message):

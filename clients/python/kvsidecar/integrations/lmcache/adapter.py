@@ -52,7 +52,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
         settings = engine_options.parse_options(AdapterSettings, config, "the L2 adapter's adapter_params")
-        connection = DaemonConnection(settings.address, "lmcache", descriptor(settings), log=log)
+        connection = DaemonConnection(settings.address, "lmcache", descriptor(settings), engine="lmcache", log=log)
         connection.wait(_ATTACH_SECONDS)
         self._objects = L2ObjectStore(connection, settings.timeout_ms / 1000)
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-l2")

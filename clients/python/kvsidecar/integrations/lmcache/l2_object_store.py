@@ -93,7 +93,7 @@ class L2ObjectStore:
     def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
         """Lock stored objects of these sizes (bytes); return which were found.
 
-        They stay locked until they are unlocked as many times.
+        An object stays locked until it was unlocked as often as it was locked.
         """
         done = [False] * len(names)
 

@@ -70,7 +70,7 @@ def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
 
 
 def _write(pool: Any, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write through the views of a layer that SGLang's own copies use."""
+    """Write a layer through the same views as SGLang's own copies."""
     for refs, rows in ((pool.k_data_refs, keys), (pool.v_data_refs, values)):
         view = refs[layer]
         if view.ndim == 4:  # pages and tokens are separate dimensions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -18,6 +19,7 @@ from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.kv_layout import PagedKVCache
 from kvsidecar.kv_transfer.named_pages import LeasedPages, NamedPage, NamedPages
 from kvsidecar.kv_transfer.prefix_lookup import header_of
+from kvsidecar.kv_transfer.session import CompletedLoad
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class PageStore:
 
         The contents of the other slots are undefined.
         """
-        done = [False] * len(names)
+        done, began, load = [False] * len(names), time.perf_counter(), None
         held = self._find(names, hints)
         if held is None:
             return done
@@ -68,11 +70,13 @@ class PageStore:
                         done[i] = True
             if not session.leases_valid:
                 raise ConnectionError("the session ended while pages were copied")
+            size_bytes = sum(match.payload_bytes for match in held.pages.values())
+            load = CompletedLoad(len(held.pages) * tokens, size_bytes, time.perf_counter() - began)
         except Exception as error:
             log.warning("loading pages failed, computing instead: %s", handle_failure(self._connection, session, error))
             return [False] * len(names)
         finally:
-            self._pages.release(held)
+            self._pages.release(held, load)
         return done
 
     def store(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:

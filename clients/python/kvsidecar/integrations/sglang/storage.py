@@ -70,7 +70,8 @@ class KVSidecarStorage(HiCacheStorage):
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         numerics = torch_numerics(device, mem_pool_host.dtype, self._settings.share_across_machines)
         described = descriptor(self._config, self._settings, self._folder, cache.geometry, numerics)
-        connection = DaemonConnection(self._settings.address, f"sglang-{self._config.tp_rank}", described, log=log)
+        name = f"sglang-{self._config.tp_rank}"
+        connection = DaemonConnection(self._settings.address, name, described, engine="sglang", log=log)
         connection.wait(_ATTACH_SECONDS)
         self._store = PageStore(cache, connection, self._settings.timeout_ms / 1000)
         self._hints = PageHints(cache.block_tokens)

@@ -119,7 +119,7 @@ class SchedulerConnector:
         for _, handshake in sorted(workers.items()):
             described = NamespaceDescriptor.FromString(handshake.descriptor)
             name = f"vllm-scheduler-{described.tensor_parallel_rank}"
-            connection = DaemonConnection(self._settings.address, name, described, maps=False, log=log)
+            connection = DaemonConnection(self._settings.address, name, described, maps=False, engine="vllm", log=log)
             chunking = BlockChunking.of_blocks(self._settings.chunk_tokens, self._block)
             self._ranks.append(
                 _RankLookup(connection, PrefixLookup(Geometry.of(described), self._settings.timeout, chunking))
@@ -219,20 +219,26 @@ class SchedulerConnector:
             ):
                 session.count_skipped_lookup(len(tokens))
                 self.stats.count_lookup("skipped")
+                self._threads.submit(
+                    rank.lookup.count_miss, session, rank.connection.namespace, tokens, salt, tracked.local_tokens
+                )
                 return None
-        return PendingLookup(self._threads.submit(self._match, tokens, salt, tracked.hints))
+        return PendingLookup(self._threads.submit(self._match, tokens, salt, tracked.hints, tracked.local_tokens))
 
     def _sessions(self) -> list[Session | None]:
         return [rank.connection.session for rank in self._ranks]
 
-    def _match(self, tokens: list[int], salt: bytes, hints: CacheHints) -> tuple[PrefixMatch, ...] | None:
+    def _match(self, tokens: list[int], salt: bytes, hints: CacheHints, known: int) -> tuple[PrefixMatch, ...] | None:
         found: list[PrefixMatch] = []
         for rank in self._ranks:
             session = rank.connection.session
             if session is not None:
                 try:
                     rate = self._prefill_rate.seconds_per_token
-                    found.append(rank.lookup.match(session, tokens, salt, seconds_per_token=rate, hints=hints))
+                    match = rank.lookup.match(
+                        session, tokens, salt, seconds_per_token=rate, hints=hints, known_tokens=known
+                    )
+                    found.append(match)
                     continue
                 except Exception as error:
                     log.warning(
@@ -291,6 +297,7 @@ class SchedulerConnector:
                 tracked.salt,
                 list(blocks.get_block_ids()[0][: end // self._block]),
                 tracked.local_tokens,
+                self._prefill_rate.seconds_per_token,
             )
         )
 

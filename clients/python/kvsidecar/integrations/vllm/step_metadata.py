@@ -9,13 +9,17 @@ from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 
 @dataclass(frozen=True)
 class LoadJob:
-    """A load of the chunks of ``tokens[first:]`` into vLLM's ``blocks``, in token order."""
+    """A load of the chunks of ``tokens[first:]`` into vLLM's ``blocks``, in token order.
+
+    ``token_seconds`` is the prefill time of a token; 0 when unknown.
+    """
 
     request: str
     tokens: list[int]
     salt: bytes
     blocks: list[int]
     first: int
+    token_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

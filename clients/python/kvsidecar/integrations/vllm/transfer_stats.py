@@ -8,8 +8,11 @@ from collections import Counter
 COUNTERS = {
     "loaded_tokens": "Tokens whose keys and values were copied from the daemon; each rank counts its own.",
     "failed_loads": "Loads that failed before their end; the engine computed the missing tokens.",
+    "loaded_bytes": "Payload bytes of these tokens.",
+    "saved_prefill_seconds": "Estimated seconds that computing the loaded tokens would have taken.",
     "load_seconds": "Seconds that loads took, on a thread of their own.",
     "stored_chunks": "Chunks that were stored.",
+    "stored_bytes": "Payload bytes of these chunks.",
     "refused_chunks": "Chunks that the daemon refused: no space, or over quota.",
     "failed_stores": "Stores that failed.",
     "dropped_stores": "Requests that were not stored completely, because too many blocks were queued.",

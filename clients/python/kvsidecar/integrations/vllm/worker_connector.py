@@ -167,12 +167,18 @@ class WorkerConnector:
     def _load(self, job: LoadJob) -> set[int]:
         """Load a prefix; return the blocks that could not be filled."""
         slots = slots_of(job.blocks, self._block)
-        there, began = job.first, time.perf_counter()
+        there, size_bytes, began = job.first, 0, time.perf_counter()
         with self._guard("loading") as session:
             if session is not None:
-                there = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
-        failed = there < len(job.tokens)
-        self.stats.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
+                there, size_bytes = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
+        failed, loaded = there < len(job.tokens), there - job.first
+        self.stats.add(
+            loaded_tokens=loaded,
+            loaded_bytes=size_bytes,
+            saved_prefill_seconds=loaded * job.token_seconds,
+            failed_loads=failed,
+            load_seconds=time.perf_counter() - began,
+        )
         return set(job.blocks[there // self._block :])
 
     def _store(self, storing: _ActiveStore) -> None:
@@ -195,7 +201,11 @@ class WorkerConnector:
                 read_guard=storing.read_guard,
                 hints=job.hints,
             )
-            self.stats.add(stored_chunks=outcome.stored_chunks, refused_chunks=outcome.refused_chunks)
+            self.stats.add(
+                stored_chunks=outcome.stored_chunks,
+                stored_bytes=outcome.stored_bytes,
+                refused_chunks=outcome.refused_chunks,
+            )
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:

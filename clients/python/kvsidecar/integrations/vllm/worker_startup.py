@@ -49,6 +49,7 @@ def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors:
         f"vllm-{rank}",
         descriptor(config, geometry, backend, rank, numerics),
         first.device.index if first.device.type == "cuda" else None,
+        engine="vllm",
         log=log,
     )
     connection.wait(_ATTACH_SECONDS)

@@ -1,4 +1,4 @@
-"""Child process: one supervised process of a node, with start, probe and restart."""
+"""Restarting process: one child process of a node, with start, probe and restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvsidecar.process.node_report import SERVING, SILENT, STARTING, ProcessRepo
 from kvsidecar.process.restart_backoff import RestartBackoff
 from kvsidecar.process.runtime_dir import die_with_parent
 
-from inference_svc.node.liveness import PROBE_SECONDS, Probe
+from inference_svc.node.liveness_probe import PROBE_SECONDS, Probe
 
 log = structlog.get_logger("serve")
 
@@ -30,7 +30,7 @@ _FAILED, _BAD_SETTINGS = 1, 2
 
 
 @dataclass(eq=False)
-class ChildProcess:
+class RestartingProcess:
     """A process with its command and its liveness probe.
 
     After the process has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Its

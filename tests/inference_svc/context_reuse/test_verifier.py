@@ -16,7 +16,7 @@ from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
 from inference_svc.context_reuse.selectors import AUTO_SELECTORS
-from inference_svc.context_reuse.verify import (
+from inference_svc.context_reuse.verifier import (
     BUILT_IN,
     EXACT,
     Candidate,

@@ -1,4 +1,4 @@
-"""Batch sampler: samples the tokens of a computed batch and verifies its draft tokens."""
+"""Speculative sampler: samples a computed batch, and accepts or rejects its draft tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference_svc.spec_decode.speculator import Speculator
 from inference_svc.spec_decode.tree_verifier import TreeVerifier
 
 
-class BatchSampler:
+class SpeculativeSampler:
     """Appends sampled tokens to their sequences. Only the engine's thread uses it."""
 
     def __init__(

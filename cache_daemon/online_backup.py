@@ -1,4 +1,4 @@
-"""Chunks of a running daemon, as archives read them."""
+"""Online backup: reads the chunks of a running daemon for an archive."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, encode_expiry
 _PAGE, _CALL_SECONDS = 1000, 120.0
 
 
-class RunningStore:
-    """The chunks that a daemon lists at one time; those that go before they are read are missing.
+class OnlineBackup:
+    """The chunks that a daemon listed at one time, except those that are removed before they are read.
 
     ``daemon`` is a stub at an operator's listener, ``roots`` the tenant roots to read (None: all). Chunks are
     immutable and a parent comes before its children, so an archive of them is consistent whatever the daemon does

@@ -1,4 +1,4 @@
-"""Staging: memory into which one session writes new chunks.
+"""Staging memory: memory into which one session writes new chunks.
 
 Only the worker and the daemon share it; where the daemon receives the bytes itself, it is private. Later writes of the
 worker are harmless: the daemon copies at Commit and verifies its copy.
@@ -22,7 +22,7 @@ class StagingBudget:
         self.size_bytes, self.used_bytes = size_bytes, 0
 
 
-class Staging:
+class StagingMemory:
     """Staging memory of one session, allocated with its first reservation.
 
     If ``budget`` is None, only its own size limits it. With a budget, free memory returns to the system at once,

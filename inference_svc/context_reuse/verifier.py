@@ -66,7 +66,7 @@ class Finding:
 
     ``first_divergence``: mean number of equal first greedy tokens, of 16. ``control_kl``: mean divergence of the
     controls. ``cost``: rows times layers as a share of a prefill. ``why``: reason of a failure; empty if it passed. An
-    arm that must fail whatever the results of further prompts is not run on them.
+    arm is run on no further prompts once it can no longer pass.
     """
 
     arm: str

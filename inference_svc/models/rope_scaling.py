@@ -1,4 +1,6 @@
-"""LongRoPE with one fixed set of frequencies.
+"""RoPE scaling: refuses variants that a cache cannot serve, and fixes LongRoPE's frequencies.
+
+transformers computes the frequencies of plain, linear, Llama 3 and YaRN scaling, which are constants of the model.
 
 LongRoPE (Ding et al., arXiv:2402.13753) has two sets of frequencies, for sequences up to the original context and for
 longer ones. transformers chooses the set by the longest sequence of a batch, so stored keys would be wrong as soon as
@@ -12,8 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# A stored key would be wrong in a longer sequence.
+_UNSUPPORTED = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 
 class FrozenLongRope(nn.Module):
@@ -33,7 +39,13 @@ class FrozenLongRope(nn.Module):
         return (angles.cos() * self._scale).to(x.dtype), (angles.sin() * self._scale).to(x.dtype)
 
 
-def rope_kinds(config: Any) -> set[str]:
+def check_rope_scaling(name: str, config: Any) -> None:
+    """Raise ModelUnsupported if the RoPE frequencies of model ``name`` depend on the sequence length."""
+    for kind in sorted(_rope_kinds(config) & _UNSUPPORTED.keys()):
+        raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_UNSUPPORTED[kind]}")
+
+
+def _rope_kinds(config: Any) -> set[str]:
     """RoPE types of a model's layers, as named in the configuration."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [p for p in rope.values() if isinstance(p, dict)] or [rope]
@@ -46,7 +58,7 @@ def freeze_longrope(model: Any, context_length: int) -> str:
     Returns the chosen set, ``short`` or ``long``; empty for a model without LongRoPE.
     """
     config = model.config
-    if rope_kinds(config) != {"longrope"}:
+    if _rope_kinds(config) != {"longrope"}:
         return ""
     original = int(config.rope_parameters["original_max_position_embeddings"])
     frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context_length)

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from kvsidecar.process.node_report import SERVING, STARTING, read_reports
 
-from inference_svc.node.child_process import ChildProcess
-from inference_svc.node.liveness import GrpcProbe
+from inference_svc.node.liveness_probe import GrpcProbe
+from inference_svc.node.restarting_process import RestartingProcess
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.node.served import Served
@@ -47,7 +47,7 @@ LIVENESS_SECONDS, DEADLINE_SECONDS = 3.0, 60.0
 
 
 @asynccontextmanager
-async def supervised(folder: Path, loading_seconds: float = 0.0) -> AsyncIterator[ChildProcess]:
+async def supervised(folder: Path, loading_seconds: float = 0.0) -> AsyncIterator[RestartingProcess]:
     """A child with a liveness probe under a supervisor."""
     folder.chmod(0o700)
     socket = folder / "worker-0.sock"

@@ -19,7 +19,7 @@ from kvsidecar.net.channel import ServiceAddress
 from benchmarks.node import Node
 from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.kv_client.connector import DaemonConnector
+from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.sequence.kv_connector import LoadResult

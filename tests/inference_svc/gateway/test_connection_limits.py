@@ -16,8 +16,8 @@ import pytest
 from fastapi import FastAPI, Response
 
 from benchmarks.node import free_port
-from inference_svc.gateway import connections
-from inference_svc.gateway.connections import MAX_PIPELINED
+from inference_svc.gateway import connection_limits
+from inference_svc.gateway.connection_limits import MAX_PIPELINED
 from tests.inference_svc.gateway.http_server import listening, refused, said_to
 
 ASK = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -79,7 +79,7 @@ async def test_of_requests_that_come_at_once_some_are_answered() -> None:
 
 async def test_health_is_answered_when_all_connections_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.gateway.gateway_server.max_connections", lambda descriptors_each: 2)
-    monkeypatch.setattr(connections, "_RESERVE", 1)
+    monkeypatch.setattr(connection_limits, "_RESERVE", 1)
     async with listening() as (port, app):
         taken = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         answers = {}

@@ -1,0 +1,81 @@
+"""First contact with a GPU: every step in a child process, one JSON, one table.
+
+Without a GPU it says so and exits with 0. ``--device fake`` runs all steps without one: on the fake driver, the
+emulator and the CPU; each row names its fake parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.first_contact import offline_wheels
+
+TOTAL_SECONDS = 470.0
+# Name and time limit in seconds.
+STEPS = {
+    "card": 60,
+    "build": 150,
+    "kernels": 120,
+    "sanitizer": 90,
+    "contract": 120,
+    "engine": 180,
+    "kernel_times": 90,
+    "engine_times": 120,
+}
+
+
+def devices() -> tuple[int, str]:
+    """Return the number of GPUs and, for none, the reason."""
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError as error:
+        return 0, str(error)
+    for call, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),))):
+        if code := getattr(driver, call)(*arguments):
+            return 0, f"{call} says error {code}"
+    return count.value, "the driver has no device"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_contact", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for first_contact.json")
+    parser.add_argument("--only", choices=STEPS, action="append", help="only this step; repeatable")
+    parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
+    parser.add_argument("--model", default="", help="a model's folder, to run beside shape:qwen2.5-0.5b")
+    parser.add_argument("--wheels", type=Path, default=offline_wheels.FOLDER, help="folder of make gpu-wheels")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        count, reason = devices()
+        if not count:
+            print(f"no GPU: {reason}. Nothing was run; --device fake runs all steps without one.")
+            return 0
+    if offline_wheels.missing(tuple(offline_wheels.OFFLINE)) and options.wheels.is_dir():
+        place = offline_wheels.unpack(options.wheels.resolve())
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH"))))
+    missing = offline_wheels.missing()
+    if options.device == "fake":
+        missing = [name for name in missing if name != "cuda.bindings.driver"]  # only of tests, which say so
+    if missing:
+        print(
+            f"missing modules: {', '.join(missing)}. make gpu-wheels collects the small ones on a machine with a "
+            f"network; carry {offline_wheels.FOLDER} along",
+            file=sys.stderr,
+        )
+        return 2
+    from benchmarks.first_contact.step_runner import Step, StepRunner
+
+    passed_on = ["--device", options.device, *(["--model", options.model] if options.model else [])]
+    runner = StepRunner(passed_on, options.out / "first_contact.json", TOTAL_SECONDS)
+    for name, limit in STEPS.items():
+        if not options.only or name in options.only:
+            runner.run(Step(name, limit))
+    runner.print_table()
+    return 1 if runner.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Devices of first contact: a GPU, or the doubles that stand for one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from kvkernels.cuda.cuda_library import Kernels
+from kvkernels.cuda.kernel_select import kernels_for, supports
+
+from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder
+
+_REPLAYS = 10
+
+
+class GpuDevice:
+    """The first GPU that torch sees."""
+
+    fake = ""
+    name = "cuda"
+    gpu_memory = "cuda"
+
+    def __init__(self, model: str) -> None:
+        self.torch = torch.device("cuda", 0)
+        self.models = ("shape:qwen2.5-0.5b", *([model] if model else []))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if supports(self.torch, torch.bfloat16) else torch.float16
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """Our kernels. Raises RuntimeError with the reason that there are none."""
+        chosen = kernels_for(self.torch)
+        if chosen.kernels is None:
+            raise RuntimeError(f"our kernels cannot be used: {chosen.why}")
+        return chosen.kernels
+
+    def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
+        """Return the times of a call, by replaying all calls as one CUDA graph after a warm-up."""
+        cuda: Any = torch.cuda
+
+        def step() -> Any:
+            return [call() for call in calls][-1]
+
+        replay = CudaGraphRecorder(self.torch).record(step)
+        replay()
+        out = []
+        for _ in range(_REPLAYS):
+            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            out.append(start.elapsed_time(end) * 1000 / len(calls))
+        return out
+
+
+class FakeDevice:
+    """The fake driver, whose kernels the emulator runs; torch and the engine compute on the CPU."""
+
+    fake = "no GPU: fake driver, emulated kernels, torch and the engine on the CPU, its memory for a GPU's"
+    name = "cpu"
+    gpu_memory = "host"
+    dtype = torch.float32
+
+    def __init__(self, model: str) -> None:
+        self.torch = torch.device("cpu")
+        self.models = ("shape:tiny", *([model] if model else []))
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        from kvkernels.cuda.cuda_driver import CubinModule
+
+        from tests.kvkernels.doubles.fake_driver import FakeDriver
+        from tests.kvkernels.emulated.conftest import library
+
+        FakeDriver().run_kernels_with(library()._c.kvk_launch)
+        return CubinModule([b"any"], 0)
+
+    def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
+        """Return a time of the CPU, which says nothing of a GPU."""
+        calls[0]()
+        began = time.perf_counter()
+        calls[0]()
+        return [(time.perf_counter() - began) * 1e6]
+
+
+ContactDevice = GpuDevice | FakeDevice
+
+
+def make_device(name: str, model: str) -> ContactDevice:
+    """Make the device ``cuda`` or ``fake``. Raises RuntimeError if torch sees no GPU."""
+    if name == "fake":
+        return FakeDevice(model)
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"the driver has a GPU, but torch {torch.__version__} sees none")
+    return GpuDevice(model)

@@ -1,0 +1,151 @@
+"""Answers of the engine: hit against miss, after idle seconds and restarts, and graphs against eager steps.
+
+The tolerance comes from cold runs of the same prompt, alone and beside others: a hit may differ as they differ.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from kvsidecar import Client
+
+from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
+from benchmarks.first_contact.row import RowFile
+from benchmarks.node import Node
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner.cuda_attention import CudaAttention
+from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder, CudaGraphs, Step
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models import loader
+from inference_svc.models.loader import LoadedModel
+
+Scores = dict[int, float]
+_PROMPT_TOKENS = 1500  # more chunks than the 8 MiB of staging that stay when a daemon is idle
+_IDLE_SECONDS = 9.0  # the daemon halves idle staging once a second
+_TOP = 10
+# Log probabilities closer than this are equal: one rounding of bfloat16 at the size of a large logit.
+_FLOOR = 1 / 32
+
+
+def prompt(seed: int, tokens: int = _PROMPT_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(16, 4000) for _ in range(tokens)]
+
+
+def check_engine(device: ContactDevice, rows: RowFile) -> None:
+    """Check every model with the arena in host memory and in a GPU's, then graphs."""
+    for model in device.models:
+        for arena, flags in (
+            ("host arena", {}),
+            ("GPU arena", {"gpu_arena": "256MiB", "gpu_memory": device.gpu_memory}),
+        ):
+            try:
+                _check_arena(device, rows, model, f"{model.removeprefix('shape:')}, {arena}", flags)
+            except Exception as error:
+                rows.failed(f"{model}, {arena}", f"{type(error).__name__}: {str(error)[-300:]}")
+    try:
+        _check_graphs(device, rows)
+    except Exception as error:
+        rows.failed("graphs = eager", f"{type(error).__name__}: {str(error)[-300:]}")
+
+
+def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, flags: dict[str, str]) -> None:
+    # Nothing stays in the pool: what is reused comes from the daemon.
+    worker = {"device": device.name, "resident_sequences": 0, "cache_timeout_ms": 10_000}
+    with Node(model, worker_flags=worker, daemon_flags=flags, pool_bytes="1GiB") as node:
+        first, second = prompt(1), prompt(2)
+        cold = _cold_runs(node.client(), first)
+        noise = max(difference(cold[0], other) for other in cold[1:])
+        limit = max(2 * noise, _FLOOR)
+        rows.measured(f"{name}: cold runs", f"differ by {noise:.1e}", f"so {limit:.1e} is allowed")
+        node.client().warm(first[:-3])
+        node.settle()
+        _check_hit(node, rows, f"{name}: hit = miss", first, cold[0], limit)
+        time.sleep(_IDLE_SECONDS if isinstance(device, GpuDevice) else 1.5)
+        want = _cold_runs(node.client(), second)[0]
+        node.client().warm(second[:-3])
+        node.settle()
+        _check_hit(node, rows, f"{name}: hit of what was stored after idle seconds", second, want, limit)
+        began = time.monotonic()
+        node.restart_worker(0)
+        took = time.monotonic() - began
+        _check_hit(node, rows, f"{name}: hit after the worker was killed", second, want, limit)
+        rows.measured(f"{name}: restart of a worker", f"{took:.1f} s")
+
+
+def _scores(client: Client, ids: list[int], skip_cache: bool = False) -> tuple[Scores, int]:
+    result = client.generate(ids, max_tokens=1, temperature=0, logprobs=20, skip_cache=skip_cache, deadline=100)
+    return {t.token_id: t.logprob for t in result.logprobs[0].top}, result.cached_tokens
+
+
+def _cold_runs(client: Client, ids: list[int]) -> list[Scores]:
+    """Compute a prompt twice alone, and once beside others."""
+    runs = [_scores(client, ids, skip_cache=True)[0] for _ in range(2)]
+    others = [prompt(100 + i, 300) for i in range(3)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda each: _scores(client, each, skip_cache=True)[0], [ids, *others]))
+    return [*runs, found[0]]
+
+
+def difference(want: Scores, got: Scores) -> float:
+    """Return the largest difference of the log probabilities of the likeliest tokens; infinite if one is missing."""
+    likely = sorted(want, key=lambda token: -want[token])[:_TOP]
+    return max(abs(want[token] - got.get(token, float("inf"))) for token in likely)
+
+
+def _check_hit(node: Node, rows: RowFile, case: str, ids: list[int], want: Scores, limit: float) -> None:
+    got, cached = _scores(node.client(), ids)
+    if cached < len(ids) - 3:
+        rows.failed(case, f"{cached} of {len(ids) - 3} tokens came from the cache")
+        return
+    rows.within(case, difference(want, got), limit)
+
+
+# ---- graphs ----
+
+
+class _EagerRecorder:
+    """Runs a step anew instead of replaying it: without a GPU."""
+
+    def record(self, step: Step) -> Step:
+        return step
+
+
+def _loaded(device: ContactDevice) -> LoadedModel:
+    if isinstance(device, GpuDevice):
+        return loader.load(device.models[0], device="cuda")
+    from inference_svc.models import fused_layer_weights
+    from tests.inference_svc.model_runner.test_cuda_attention import loaded
+
+    fused_layer_weights.can_fuse_model = lambda model: False  # a GPU runs the model's own layers
+    return loaded("Qwen3ForCausalLM")
+
+
+def _check_graphs(device: ContactDevice, rows: RowFile) -> None:
+    """Compare decode steps of one and of three sequences."""
+    model = _loaded(device)
+    decoder, lengths = Decoder(model), (5, 70, 33)
+    pool = KVPool(model.layers, model.kv_heads, model.head_dim, 2048, model.dtype, model.device)
+    pool.native = CudaAttention(device.kernels)
+    tables = [pool.allocate(100) for _ in lengths]
+    for table, length in zip(tables, lengths, strict=True):
+        assert table is not None
+        ids = prompt(length, length)
+        ids = [token % 300 for token in ids]
+        decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, True)], pool, model.device))
+    recorder = CudaGraphRecorder(model.device) if isinstance(device, GpuDevice) else _EagerRecorder()
+    graphs = CudaGraphs(decoder, pool, recorder, 8)
+    errors: list[float] = []
+    for step, chosen in enumerate(((1,), (0, 1, 2), (2, 0, 1), (1,))):
+        spans = [forward_batch.SequenceSlice([7 + step + i], lengths[i], tables[i], True) for i in chosen]  # type: ignore[arg-type]
+        eager = decoder(forward_batch.build_batch(spans, pool, model.device)).double().log_softmax(-1).clone()
+        recorded = graphs(spans)
+        if recorded is None:
+            rows.failed("graphs = eager", "the step cannot be recorded; the log says why")
+            return
+        errors.append(float((recorded.double().log_softmax(-1) - eager).abs().max()))
+    rows.within("graphs = eager, log probabilities", float(torch.tensor(errors).max()), 2 * _FLOOR)

@@ -1,0 +1,113 @@
+"""Decode speed and time to first token of a worker, against their bounds on this card.
+
+A decode step reads all weights and its sequences' keys and values once; a prefill multiplies every token by every
+weight; a hit sends its chunks to the card, then reads the weights once. Rates are measured here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import decode, report
+from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
+from benchmarks.first_contact.engine_answers import prompt
+from benchmarks.first_contact.kernel_times import KernelTimes, Sizes
+from benchmarks.first_contact.row import RowFile
+from benchmarks.node import Node
+from inference_svc.models.loader import quiet_transformers
+from inference_svc.models.random_models import PREFIX, config_of_shape
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Weights that a step reads, and a token's keys and values."""
+
+    weights: int
+    kv_bytes_per_token: int
+    item_bytes: int
+
+    @classmethod
+    def of(cls, model: str, dtype: torch.dtype) -> ModelSize:
+        """Count from the model's configuration, without loading it."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config: Any = config_of_shape(model) if model.startswith(PREFIX) else AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(config)
+        tied = bool(config.tie_word_embeddings)
+        read = sum(p.numel() for name, p in made.named_parameters() if tied or "embed_tokens" not in name)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * dtype.itemsize
+        return cls(read, kv, dtype.itemsize)
+
+
+def measure_engine(device: ContactDevice, rows: RowFile) -> None:
+    """Measure every model with the arena in host memory."""
+    quiet_transformers()
+    on_gpu = isinstance(device, GpuDevice)
+    rates = KernelTimes(device, rows, Sizes() if on_gpu else Sizes(1 << 24, 256))
+    to_card = _rate_to_card(device)
+    rows.measured("host to card", f"{to_card / 1e9:.1f} GB/s", "pinned memory")
+    for model in device.models:
+        try:
+            _measure(device, rows, model, rates, to_card)
+        except Exception as error:
+            rows.failed(model, f"{type(error).__name__}: {str(error)[-300:]}")
+
+
+def _rate_to_card(device: ContactDevice) -> float:
+    """Measure the bytes per second of copies from pinned memory to the card."""
+    on_gpu = isinstance(device, GpuDevice)
+    sent = torch.empty(256 << 20 if on_gpu else 1 << 24, dtype=torch.uint8, pin_memory=on_gpu)
+    target = torch.empty_like(sent, device=device.torch)
+    return sent.nbytes / min(device.times_us([lambda: target.copy_(sent, non_blocking=True)])) * 1e6
+
+
+def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTimes, to_card: float) -> None:
+    size, name, on_gpu = ModelSize.of(model, device.dtype), model.removeprefix(PREFIX), isinstance(device, GpuDevice)
+    weight_bytes, answer, context = size.weights * size.item_bytes, 64 if on_gpu else 8, 256 if on_gpu else 32
+    flags = {
+        "device": device.name,
+        "dtype": str(device.dtype).removeprefix("torch."),
+        "resident_sequences": 0,
+        "cache_timeout_ms": 10_000,
+    }
+    with Node(model, worker_flags=flags, pool_bytes="1GiB") as node:
+        node.client().generate(prompt(0, 32), max_tokens=4, deadline=100)  # loads what the first request loads
+        for batch in (1, 8):
+            prompts = [prompt(i, context) for i in range(batch)]
+            decode.measure_ours(node, prompts, 4)  # records this batch's graph
+            rate = report.median([decode.measure_ours(node, prompts, answer) for _ in range(_REPEATS)])
+            read = weight_bytes + batch * (context + answer // 2) * size.kv_bytes_per_token
+            least = decode.bound_seconds(read, 2.0 * batch * size.weights, rates.bandwidth, rates.products)
+            bound = batch / least
+            rows.measured(f"{name}: decode of {batch}", f"{rate:.0f} tokens/s", f"bound {bound:.0f}", rate / bound)
+        tokens = 4096 if on_gpu else 256
+        cold, hit = [], []
+        for i in range(_REPEATS):
+            ids = prompt(50 + i, tokens)
+            cold.append(_ttft_ms(node, ids, skip_cache=True))
+            node.client().warm(ids[:-3])
+            node.settle()
+            hit.append(_ttft_ms(node, ids, skip_cache=False))
+        computed = decode.bound_seconds(weight_bytes, 2.0 * tokens * size.weights, rates.bandwidth, rates.products)
+        loaded = tokens * size.kv_bytes_per_token / to_card + weight_bytes / rates.bandwidth
+        for case, found, bound_s in (("cold", cold, computed), ("hit", hit, loaded)):
+            ms, bound = report.median(found), bound_s * 1e3
+            case = f"{name}: first token of {tokens}, {case}"
+            rows.measured(case, f"{ms:.1f} ms", f"bound {bound:.1f} ms", bound / ms)
+        rows.measured(f"{name}: cold over hit", f"{report.median(cold) / report.median(hit):.1f}", "bits stored: 16")
+
+
+def _ttft_ms(node: Node, ids: list[int], skip_cache: bool) -> float:
+    began = time.perf_counter()
+    for part in node.client().stream(ids, max_tokens=1, temperature=0, skip_cache=skip_cache):
+        if part.token_ids:
+            return (time.perf_counter() - began) * 1e3
+    raise RuntimeError("the worker sent no token")

@@ -1,0 +1,313 @@
+"""Errors of every kernel, dtype and head dimension against float64, with poisoned outputs.
+
+Memory that torch allocates is filled with NaN, and payloads with 0xaa, so a value that no kernel wrote is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+from kvkernels import awq_dequantize, kv_pack_reference
+from kvkernels.cuda import awq_gemm, cuda_kv_pack
+from kvkernels.cuda.cuda_attention import (
+    HEAD_DIMS,
+    AttentionRows,
+    ChunkedKV,
+    PagedKV,
+    attend,
+    chunk_table,
+    combine,
+    shared_bytes,
+)
+from kvkernels.cuda.kernel_select import fits, supports
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
+from torch import Tensor
+
+from benchmarks.first_contact.contact_device import ContactDevice
+from benchmarks.first_contact.row import RowFile
+from tests.kvkernels.emulated.oracle import TOLERANCE, Case, attention, int32
+
+STORED = {torch.float16: DATA_TYPE_FLOAT16, torch.bfloat16: DATA_TYPE_BFLOAT16}
+_PACKED_DIMS = (64, 80, 96, 128, 256)
+_LSE_TOLERANCE = 1e-4  # the device's exp2 and log2 are approximations
+_LAYERS, _POOL = 3, 200
+_RAGGED = ((3, 130), (1, 64), (40, 40), (17, 129))
+
+
+class Poison:
+    """Fills uninitialized memory with NaN during the block."""
+
+    def __enter__(self) -> None:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_kernels(device: ContactDevice, rows: RowFile) -> None:
+    """Check all kernels. A kernel that raises is a failed row."""
+    with Poison():
+        for dtype in STORED:
+            if not device.fake and not supports(device.torch, dtype):
+                rows.measured(f"{_name(dtype)}", "this card has none; torch computes")
+                continue
+            for dim in HEAD_DIMS:
+                if not device.fake and not fits(device.torch, f"attention of {dim} channels", shared_bytes(dim)):
+                    rows.measured(f"attention {_name(dtype)} {dim}", "more shared memory than the card has")
+                    continue
+                _row(rows, f"attention {_name(dtype)} {dim}", TOLERANCE[dtype], _attention, device, dtype, dim)
+                for bits in (8, 4):
+                    case = f"attention over {bits}-bit chunks {_name(dtype)} {dim}"
+                    _row(rows, case, TOLERANCE[dtype], _chunk_attention, device, dtype, dim, bits)
+                _row(rows, f"combine {_name(dtype)} {dim}", TOLERANCE[dtype], _combined, device, dtype, dim)
+            for bits, dim in product((16, 8, 4), _PACKED_DIMS):
+                # Half a step of quantization is the least error; the pool's dtype rounds what is unpacked.
+                limit = 0.0 if bits == 16 else 0.51
+                _row(rows, f"pack {bits} bits {_name(dtype)} {dim}", limit, _packed, device, dtype, dim, bits)
+                case = f"unpack {bits} bits {_name(dtype)} {dim}"
+                _row(rows, case, TOLERANCE[dtype], _unpacked, device, dtype, dim, bits)
+            for group in awq_gemm.GROUPS:
+                case = f"awq_gemm {_name(dtype)} group {group}"
+                _row(rows, case, TOLERANCE[dtype], _awq_products, device, dtype, group)
+                _row(rows, f"awq_dequantize {_name(dtype)} group {group}", 0.0, _awq_weights, device, dtype, group)
+
+
+def check_few_kernels(device: ContactDevice, rows: RowFile) -> None:
+    """Check one case of each kernel, for tools that slow them down."""
+    dtype, dim = torch.float16, 64
+    tolerance = TOLERANCE[dtype]
+    with Poison():
+        _row(rows, "attention", tolerance, _attention, device, dtype, dim)
+        _row(rows, "attention over chunks", tolerance, _chunk_attention, device, dtype, dim, 8)
+        _row(rows, "pack", 0.51, _packed, device, dtype, dim, 8)
+        _row(rows, "unpack", tolerance, _unpacked, device, dtype, dim, 8)
+        _row(rows, "awq_gemm", tolerance, _awq_products, device, dtype, 64)
+
+
+def _row(rows: RowFile, case: str, limit: float, check: Callable[..., float], *arguments: object) -> None:
+    try:
+        error = check(*arguments)
+    except Exception as refused:
+        rows.failed(case, f"{type(refused).__name__}: {str(refused)[:200]}")
+        if "CUDA" in str(refused) and "launch" not in type(refused).__name__.lower():
+            raise  # the context may be dead
+    else:
+        rows.within(case, error, limit)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def largest(*errors: float) -> float:
+    """Return the largest error; NaN if one is NaN, which ``max`` may lose."""
+    return float(np.max(np.asarray(errors)))
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest value, or of 1. NaN if any is NaN."""
+    wanted = expected.double().cpu()
+    scale = max(1.0, float(wanted.abs().max()))
+    return float((got.double().cpu() - wanted).abs().max()) / scale
+
+
+def _judged(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> float:
+    """Return the output's error; the log-sum-exp's error counts by its own tolerance."""
+    lse, wanted = got[1].double().cpu(), expected[1].double()
+    seen = torch.isfinite(wanted)
+    if not torch.equal(seen, torch.isfinite(lse)):
+        return float("nan")
+    error = float((lse - wanted)[seen].abs().max()) if seen.any() else 0.0
+    return largest(relative(got[0], expected[0]), error / _LSE_TOLERANCE * tolerance)
+
+
+def _rows_on(case: Case, device: ContactDevice) -> AttentionRows:
+    at, place = case.rows(), device.torch
+    positions = None if at.positions is None else at.positions.to(place)
+    return AttentionRows(at.qo_indptr.to(place), at.kv_lens.to(place), positions, at.max_q_len, at.max_kv_len)
+
+
+def _attention(device: ContactDevice, dtype: torch.dtype, dim: int) -> float:
+    """Ragged, decoding, scattered, paged, split, windowed and capped batches."""
+    several = (
+        (Case(_RAGGED, 8, 2, dim, dtype), None, 0, 0, 0.0),
+        (Case(((1, 300), (1, 33)), 7, 1, dim, dtype), 5, 0, 0, 0.0),
+        (Case(((40, 200), (5, 70)), 4, 2, dim, dtype, scattered=True), 2, 16, 0, 0.0),
+        (Case(((20, 150),), 4, 4, dim, dtype), 1, 0, 50, 20.0),
+    )
+    return largest(*(_pool_attention(device, *one) for one in several))
+
+
+def _pool_attention(
+    device: ContactDevice, case: Case, splits: int | None, page_tokens: int, window: int, softcap: float
+) -> float:
+    step = max(page_tokens, 1)
+    lengths = [-(-count // step) * step for _, count in case.sequences]
+    first = [5 * step + sum(lengths[:i]) for i in range(len(lengths))]
+    keys, values = case.keys_values(first[-1] + lengths[-1] + 64)
+    place, query = device.torch, case.query()
+    source = PagedKV(keys.to(place), values.to(place), first_slot=int32(*first).to(place))
+    if page_tokens:
+        most = max(lengths) // step
+        pages = torch.zeros(len(lengths), most, dtype=torch.int32)
+        for line, start, length in zip(pages, first, lengths, strict=True):
+            line[: length // step] = torch.arange(start // step, (start + length) // step)
+        source = PagedKV(keys.to(place), values.to(place), pages=pages.to(place), page_tokens=page_tokens)
+    scale = case.dim**-0.5
+    got = attend(device.kernels, query.to(place), source, _rows_on(case, device), scale, window, softcap, splits)
+    parts, row = [], 0
+    for (count, length), start, positions in zip(case.sequences, first, case.positions(), strict=True):
+        held = (x[:, start : start + length] for x in (keys, values))
+        parts.append(attention(query[row : row + count], *held, positions, scale, window, softcap))
+        row += count
+    expected = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    return _judged(got, expected, TOLERANCE[case.dtype])
+
+
+def _chunk_attention(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> float:
+    case, lengths = Case(((9, 0),), 4, 2, dim, dtype), (70, 128, 3, 64)
+    total, place = sum(lengths), device.torch
+    keys, values = (torch.randn(1, 2, total, dim, generator=case.generator()).to(dtype) for _ in range(2))
+    chunks, held, first = [], [], 0
+    for length in lengths:
+        header = _header(dtype, dim, bits, length, layers=1, kv_heads=2)
+        payload = bytearray(header.payload_bytes)
+        arrays, slots = layout_of(header).arrays(memoryview(payload)), torch.arange(first, first + length)
+        kv_pack_reference.pack(keys, values, slots, header, arrays)
+        kv_pack_reference.unpack(keys, values, slots, header, arrays, None, range(1))
+        held.append(torch.frombuffer(payload, dtype=torch.uint8).to(place))
+        chunks.append((header, held[-1].data_ptr(), first))
+        first += length
+    source = ChunkedKV(chunk_table(chunks, 0, place), int32(0, len(chunks)).to(place), bits, 2)
+    rows = AttentionRows(int32(0, 9).to(place), int32(total).to(place), None, 9, total)
+    got = attend(device.kernels, case.query().to(place), source, rows, dim**-0.5, splits=2)
+    expected = attention(case.query(), keys[0], values[0], torch.arange(total - 9, total), dim**-0.5)
+    return _judged(got, expected, TOLERANCE[dtype])
+
+
+def _combined(device: ContactDevice, dtype: torch.dtype, dim: int) -> float:
+    generator = torch.Generator().manual_seed(dim)
+    parts, weights = torch.randn(5, 7, 4, dim, generator=generator), 3 * torch.randn(5, 7, 4, generator=generator)
+    weights[1:3, 2] = float("-inf")
+    output = torch.empty(7, 4, dim, dtype=dtype, device=device.torch)
+    lse = torch.empty(7, 4, device=device.torch)
+    got = combine(device.kernels, parts.to(device.torch), weights.to(device.torch), output, lse)
+    shares = torch.softmax(weights.double(), 0)
+    return _judged(got, ((parts.double() * shares[..., None]).sum(0), weights.double().logsumexp(0)), TOLERANCE[dtype])
+
+
+def _header(dtype: torch.dtype, dim: int, bits: int, tokens: int, layers: int, kv_heads: int) -> ChunkHeader:
+    return new_header(Geometry(layers, kv_heads, dim, STORED[dtype], bits), list(range(tokens)), 0)
+
+
+def _pool(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(dim)
+    keys, values = (torch.randn(_LAYERS, 2, _POOL, dim, generator=generator) for _ in range(2))
+    keys[..., 5] *= 40
+    values[:, :, 17] *= 20
+    return keys.to(dtype), values.to(dtype)
+
+
+def _slots(tokens: int) -> Tensor:
+    return torch.randperm(_POOL, generator=torch.Generator().manual_seed(1))[:tokens]
+
+
+def _packed(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> float:
+    """Largest error of what is packed, in steps of quantization; in values for 16 bits and unquantized tokens."""
+    errors = []
+    for tokens in (70, 33, 2):
+        keys, values = _pool(dtype, dim)
+        header, place = _header(dtype, dim, bits, tokens, _LAYERS, 2), device.torch
+        payload = torch.full((header.payload_bytes,), 0xAA, dtype=torch.uint8, device=place)
+        slots = _slots(tokens)
+        on_device = keys.to(place), values.to(place), slots.to(place)
+        cuda_kv_pack.pack(device.kernels, *on_device, header, payload.data_ptr())
+        arrays = layout_of(header).arrays(memoryview(payload.cpu().numpy()))
+        for source, name in ((keys, "key"), (values, "value")):
+            exact = source[:, :, slots].transpose(1, 2).double()  # [layers, tokens, heads, dim]
+            errors.append(_steps_off(exact, arrays, name, header, dtype))
+    return largest(*errors)
+
+
+def _steps_off(
+    exact: Tensor, arrays: kv_pack_reference.Arrays, name: str, header: ChunkHeader, dtype: torch.dtype
+) -> float:
+    if header.bits == 16:
+        return float((_plain(arrays[f"{name}s"], dtype).double() - exact).abs().max())
+    sinks = header.sink_tokens
+    unquantized = _plain(arrays[f"sink_{name}s"], dtype).double() - exact[:, :sinks]
+    codes = torch.from_numpy(arrays[f"{name}s"].copy())
+    if header.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    scale, zero = (torch.from_numpy(arrays[f"{name}_{part}"].copy()).double() for part in ("scale", "zero"))
+    if name == "key":
+        group = torch.arange(exact.shape[1]) // header.key_group_tokens
+        scale, zero = scale[:, group], zero[:, group]
+    else:
+        scale, zero = scale[..., None], zero[..., None]
+    # Sink tokens are stored without quantization; their codes are bounded only where a group has no others.
+    off = ((codes.double() * scale + zero - exact).abs() / scale.clamp_min(1e-30))[:, sinks:]
+    parts = [x.abs().max() for x in (off, unquantized) if x.numel()]
+    return largest(*map(float, parts))
+
+
+def _plain(array: np.ndarray, dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+    return torch.from_numpy(array.copy()).view(dtype)
+
+
+def _unpacked(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> float:
+    """Error of unpacking with a RoPE shift; slots of other tokens must keep their poison."""
+    header, place, slots = _header(dtype, dim, bits, 70, _LAYERS, 2), device.torch, _slots(50)
+    payload = bytearray(header.payload_bytes)
+    arrays = layout_of(header).arrays(memoryview(payload))
+    kv_pack_reference.pack(*_pool(dtype, dim), torch.arange(70), header, arrays)
+    angles = np.random.default_rng(0).normal(size=dim // 2).astype(np.float32)
+    turn = np.cos(angles), np.sin(angles)
+    errors = []
+    for rotation, layers in ((turn, range(_LAYERS)), (None, range(1, 2))):
+        mine, theirs = (tuple(torch.full_like(x, float("nan")) for x in _pool(dtype, dim)) for _ in range(2))
+        ours, sent = tuple(x.to(place) for x in mine), torch.frombuffer(payload, dtype=torch.uint8).to(place)
+        given = None if rotation is None else tuple(torch.from_numpy(x).to(place) for x in rotation)
+        cuda_kv_pack.unpack(device.kernels, *ours, slots.to(place), header, sent.data_ptr(), given, layers)
+        kv_pack_reference.unpack(*theirs, slots, header, arrays, rotation, layers)
+        for got, expected in zip((x.cpu() for x in ours), theirs, strict=True):
+            written = torch.isfinite(expected)
+            same = torch.equal(written, torch.isfinite(got))
+            errors.append(relative(got[written], expected[written]) if same else float("nan"))
+    return largest(*errors)
+
+
+def _awq(dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(group)
+    words, zeros = (
+        torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+        for shape in ((640, 192 // 8), (640 // group, 192 // 8))
+    )
+    return words, zeros, (torch.rand(640 // group, 192, generator=generator) * 0.02 + 0.001).to(dtype)
+
+
+def _repacked(device: ContactDevice, layer: Sequence[Tensor]) -> awq_gemm.AwqWeights:
+    words, zeros, scales = (x.to(device.torch) for x in layer)
+    return awq_gemm.repack(words, zeros, scales)
+
+
+def _awq_products(device: ContactDevice, dtype: torch.dtype, group: int) -> float:
+    layer = _awq(dtype, group)
+    packed, weight, errors = _repacked(device, layer), awq_dequantize.reference_weight(*layer).double(), []
+    for rows, splits in ((1, None), (3, 3), (8, 1), (16, 2), (40, None)):
+        x = torch.randn(rows, 640, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        got = awq_gemm.gemm(device.kernels, x.to(device.torch), packed, splits)
+        errors.append(relative(got, x.double() @ weight.t()))
+    return largest(*errors)
+
+
+def _awq_weights(device: ContactDevice, dtype: torch.dtype, group: int) -> float:
+    layer = _awq(dtype, group)
+    return relative(
+        awq_gemm.dequantize(device.kernels, _repacked(device, layer)), awq_dequantize.reference_weight(*layer)
+    )

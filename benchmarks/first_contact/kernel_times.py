@@ -1,0 +1,258 @@
+"""Times of every kernel by graph replay over rotating buffers, against torch's and against the card's limits.
+
+Rotating buffers are together larger than the L2 cache, so a call never finds its inputs there. The bound of a call is
+the longer of its bytes at the rate of a large copy and its operations at the rate of a large product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kvkernels import awq_dequantize
+from kvkernels.cuda import awq_gemm, cuda_kv_pack
+from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from benchmarks import report
+from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
+from benchmarks.first_contact.row import RowFile
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+_ROTATED_BYTES, _MAX_BUFFERS = 256 << 20, 16
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of what is measured."""
+
+    copy_bytes: int = 1 << 30
+    product: int = 8192
+    prefill: tuple[tuple[int, int], ...] = ((2048, 2048), (8192, 8192), (512, 16384))
+    decode: tuple[tuple[int, int], ...] = ((1, 16384), (16, 8192))
+    layers: int = 36
+    linear: tuple[int, ...] = (4096, 8192)
+
+
+_SMALL = Sizes(1 << 20, 128, ((64, 128),), ((1, 256),), 1, (256,))
+
+
+class KernelTimes:
+    """Measures ours and references, and adds a row for each reference."""
+
+    def __init__(self, device: ContactDevice, rows: RowFile, sizes: Sizes) -> None:
+        self._device, self._rows = device, rows
+        place, count = device.torch, sizes.copy_bytes // 2
+        source, target = (torch.empty(count, dtype=torch.uint8, device=place) for _ in range(2))
+        self.bandwidth = 2 * count / self._median([lambda: target.copy_(source)]) * 1e6
+        a = torch.randn(sizes.product, sizes.product, device=place).bfloat16()
+        self.products = 2 * sizes.product**3 / self._median([lambda: a @ a]) * 1e6
+        rows.measured("copy", f"{self.bandwidth / 1e9:.0f} GB/s", f"{sizes.copy_bytes >> 20} MiB, read and written")
+        rows.measured("GEMM", f"{self.products / 1e12:.1f} TFLOPS", f"bfloat16, {sizes.product}")
+
+    def compare(
+        self, case: str, ours: Sequence[Call], references: dict[str, Sequence[Call]], moved: float, operations: float
+    ) -> None:
+        """Measure calls over rotating buffers. A reference that refuses is a row with its reason."""
+        try:
+            ours_us = self._median(ours)
+        except RuntimeError as error:
+            self._rows.failed(case, str(error)[:300])
+            return
+        bound_us = max(moved / self.bandwidth, operations / self.products) * 1e6
+        self._rows.measured(case, f"{ours_us:.1f} us", f"bound {bound_us:.1f} us", bound_us / ours_us)
+        for name, calls in references.items():
+            try:
+                theirs_us = self._median(calls)
+            except RuntimeError as error:
+                self._rows.measured(case, f"{ours_us:.1f} us", f"{name}: {str(error).splitlines()[0][:100]}")
+            else:
+                self._rows.measured(case, f"{ours_us:.1f} us", f"{name} {theirs_us:.1f} us", theirs_us / ours_us)
+
+    def _median(self, calls: Sequence[Call]) -> float:
+        return report.median(self._device.times_us(calls))
+
+
+def measure_kernels(device: ContactDevice, rows: RowFile) -> None:
+    """Measure attention, packing and products, and say what is slower than a reference."""
+    sizes = Sizes() if isinstance(device, GpuDevice) else _SMALL
+    times = KernelTimes(device, rows, sizes)
+    for count, keys in sizes.prefill:
+        _prefill(device, times, count, keys)
+    for batch, keys in sizes.decode:
+        _decode(device, times, batch, keys)
+    _packing(device, times, sizes.layers)
+    for size in sizes.linear:
+        _products(device, times, size)
+    compared = [row for row in rows.read() if row.speedup is not None and not row.reference.startswith("bound")]
+    slower = sum(1 for row in compared if row.speedup is not None and row.speedup < 1)
+    rows.measured("slower than torch", f"{slower} of {len(compared)} rows")
+
+
+def _buffers(device: ContactDevice, size_bytes: int) -> range:
+    """As many buffers as the L2 cache cannot hold."""
+    return range(min(_MAX_BUFFERS, -(-_ROTATED_BYTES // size_bytes)) if isinstance(device, GpuDevice) else 1)
+
+
+def _int32(device: ContactDevice, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device.torch)
+
+
+def _random(device: ContactDevice, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device.torch).bfloat16()
+
+
+def _prefill(device: ContactDevice, times: KernelTimes, count: int, keys: int) -> None:
+    """The last ``count`` rows of a sequence of ``keys``."""
+    several = _buffers(device, 2 * KV_HEADS * keys * DIM * 2)
+    q, scale = _random(device, count, HEADS, DIM), DIM**-0.5
+    kv = [(_random(device, KV_HEADS, keys, DIM), _random(device, KV_HEADS, keys, DIM)) for _ in several]
+    rows = AttentionRows(_int32(device, 0, count), _int32(device, keys), None, count, keys)
+    first, query = _int32(device, 0), q.transpose(0, 1)[None]
+
+    def ours(k: Tensor, v: Tensor) -> Call:
+        return lambda: attend(device.kernels, q, PagedKV(k, v, first_slot=first), rows, scale)
+
+    def theirs(backend: SDPBackend, k: Tensor, v: Tensor) -> Call:
+        bias: Any = causal_lower_right(count, keys)
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                if count == keys:
+                    return F.scaled_dot_product_attention(query, k[None], v[None], is_causal=True, enable_gqa=True)
+                return F.scaled_dot_product_attention(query, k[None], v[None], bias, enable_gqa=True)
+
+        return call
+
+    seen = count * keys - count * (count - 1) / 2
+    times.compare(
+        f"attention of {count} rows over {keys} keys",
+        [ours(*pair) for pair in kv],
+        {
+            name: [theirs(backend, *pair) for pair in kv]
+            for name, backend in (
+                ("flash", SDPBackend.FLASH_ATTENTION),
+                ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+            )
+        },
+        2.0 * q.nbytes + 2 * kv[0][0].nbytes,
+        4 * seen * HEADS * DIM,
+    )
+
+
+def _decode(device: ContactDevice, times: KernelTimes, batch: int, keys: int) -> None:
+    several, shape = _buffers(device, 2 * KV_HEADS * batch * keys * DIM * 2), (KV_HEADS, batch * keys, DIM)
+    q, kv = _random(device, batch, HEADS, DIM), [(_random(device, *shape), _random(device, *shape)) for _ in several]
+    rows = AttentionRows(_int32(device, *range(batch + 1)), _int32(device, *[keys] * batch), None, 1, keys)
+    first = _int32(device, *range(0, batch * keys, keys))
+
+    def ours(k: Tensor, v: Tensor) -> Call:
+        return lambda: attend(device.kernels, q, PagedKV(k, v, first_slot=first), rows, DIM**-0.5)
+
+    def theirs(backend: SDPBackend, k: Tensor, v: Tensor) -> Call:
+        whole_k, whole_v = (x.view(KV_HEADS, batch, keys, DIM).transpose(0, 1) for x in (k, v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q[:, :, None], whole_k, whole_v, enable_gqa=True)
+
+        return call
+
+    times.compare(
+        f"attention, decode of {batch} over {keys} keys",
+        [ours(*pair) for pair in kv],
+        {
+            "flash": [theirs(SDPBackend.FLASH_ATTENTION, *pair) for pair in kv],
+            "cuDNN": [theirs(SDPBackend.CUDNN_ATTENTION, *pair) for pair in kv],
+        },
+        2.0 * kv[0][0].nbytes,
+        4.0 * batch * keys * HEADS * DIM,
+    )
+
+
+def _packing(device: ContactDevice, times: KernelTimes, layers: int) -> None:
+    """Chunks of 128 tokens between pool and payload, with a RoPE shift when unpacked; the bound is a copy."""
+    tokens, place = 128, device.torch
+    pool = [_random(device, layers, KV_HEADS, 4096, DIM) for _ in range(2)]
+    angles = torch.linspace(0, 3, DIM // 2, device=place)
+    turn, slots = (angles.cos(), angles.sin()), torch.randperm(4096)[:tokens].to(place)
+    for bits in (16, 8, 4):
+        header = new_header(Geometry(layers, KV_HEADS, DIM, DATA_TYPE_BFLOAT16, bits), list(range(tokens)), 512)
+        chunks = [torch.zeros(header.payload_bytes, dtype=torch.uint8, device=place) for _ in _buffers(device, 8 << 20)]
+        for chunk in chunks:
+            cuda_kv_pack.pack(device.kernels, *pool, slots, header, chunk.data_ptr())
+        moved = sum(s.size_bytes for s in layout_of(header).sections) + 2.0 * layers * tokens * KV_HEADS * DIM * 2
+
+        def packed(chunk: Tensor, header: Any = header) -> Call:
+            return lambda: cuda_kv_pack.pack(device.kernels, *pool, slots, header, chunk.data_ptr())
+
+        def unpacked(chunk: Tensor, header: Any = header) -> Call:
+            where = chunk.data_ptr()
+            return lambda: cuda_kv_pack.unpack(device.kernels, *pool, slots, header, where, turn, range(layers))
+
+        times.compare(f"pack a chunk, {bits} bits, {layers} layers", [packed(c) for c in chunks], {}, moved, 0)
+        times.compare(f"unpack a chunk, {bits} bits, {layers} layers", [unpacked(c) for c in chunks], {}, moved, 0)
+
+
+def _products(device: ContactDevice, times: KernelTimes, size: int) -> None:
+    """4-bit weights in groups of 128, against 16-bit weights and torch's 4-bit product."""
+    place, on_gpu = device.torch, isinstance(device, GpuDevice)
+    several = _buffers(device, size * size // 2)
+    words, zeros = (
+        torch.randint(-(2**31), 2**31, shape, device=place).to(torch.int32)
+        for shape in ((size, size // 8), (size // 128, size // 8))
+    )
+    scales = (torch.rand(size // 128, size, device=place) * 0.01).bfloat16()
+    one = awq_gemm.repack(words, zeros, scales)
+    packed = [awq_gemm.AwqWeights(one.codes.clone(), one.scales.clone(), one.zeros.clone(), one.group) for _ in several]
+    full = [awq_dequantize.reference_weight(words, zeros, scales).t().contiguous() for _ in several]
+    codes = torch.randint(0, 255, (size, size // 2), dtype=torch.uint8, device=place)
+    scales_zeros = torch.stack((scales, torch.zeros_like(scales)), -1).contiguous()
+    convert = getattr(torch, "_convert_weight_to_int4pack" + ("" if on_gpu else "_for_cpu"))
+    multiply = getattr(torch, "_weight_int4pack_mm" + ("" if on_gpu else "_for_cpu"))
+    theirs: list[Tensor] = []
+    reason = ""
+    try:
+        # On the CPU it takes one code in 32 bits.
+        given = codes if on_gpu else torch.randint(0, 15, (size, size), dtype=torch.int32)
+        theirs = [convert(given, 8) for _ in several]
+    except RuntimeError as error:
+        reason = str(error)
+
+    def int4(x: Tensor, i: int) -> Call:
+        def call() -> Tensor:
+            if reason:
+                raise RuntimeError(reason)
+            found: Tensor = multiply(x, theirs[i], 128, scales_zeros)
+            return found
+
+        return call
+
+    for rows in (1, 4, 16):
+        x = _random(device, rows, size)
+        times.compare(
+            f"awq_gemm, {rows} rows, {size} x {size}",
+            [_awq(device, x, weights) for weights in packed],
+            {
+                "16-bit product": [_product(x, weights) for weights in full],
+                "_weight_int4pack_mm": [int4(x, i) for i in several],
+            },
+            float(one.codes.nbytes + one.scales.nbytes + one.zeros.nbytes),
+            2.0 * rows * size * size,
+        )
+
+
+def _awq(device: ContactDevice, x: Tensor, weights: awq_gemm.AwqWeights) -> Call:
+    return lambda: awq_gemm.gemm(device.kernels, x, weights)
+
+
+def _product(x: Tensor, weights: Tensor) -> Call:
+    return lambda: x @ weights

@@ -1,0 +1,62 @@
+"""Rows: results of first contact, and the file of a step that they are appended to."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result. ``passed`` is None for a measurement that no limit judges.
+
+    ``fake`` names every part that was not a GPU's. ``speedup`` is the reference's time over ours, so below 1 where we
+    are slower; None without a reference and for fake parts.
+    """
+
+    case: str
+    passed: bool | None = None
+    value: str = ""
+    reference: str = ""
+    speedup: float | None = None
+    fake: str = ""
+
+
+class RowFile:
+    """Rows of one step, each written at once, so that a killed step keeps those that it had."""
+
+    def __init__(self, path: Path, fake: str = "") -> None:
+        self._path, self._fake = path, fake
+
+    def add(self, row: Row) -> None:
+        """Append a row, marked with the step's fake parts."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**asdict(row), "fake": self._fake}) + "\n")
+
+    def measured(self, case: str, value: str, reference: str = "", speedup: float | None = None) -> None:
+        """Append a measurement that no limit judges."""
+        known = speedup is not None and not self._fake
+        self.add(Row(case, None, value, reference, round(speedup or 0.0, 3) if known else None))
+
+    def within(self, case: str, error: float, limit: float) -> None:
+        """Append an error with its limit. NaN fails."""
+        passed = not math.isnan(error) and error <= limit
+        self.add(Row(case, passed, f"error {error:.1e}", f"at most {limit:.1e}"))
+
+    def passed(self, case: str, value: str = "", reference: str = "") -> None:
+        self.add(Row(case, True, value, reference))
+
+    def failed(self, case: str, reason: str) -> None:
+        self.add(Row(case, False, reason))
+
+    def read(self) -> list[Row]:
+        """Return the rows; the last line of a killed step may be cut off."""
+        if not self._path.exists():
+            return []
+        rows = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                rows.append(Row(**json.loads(line)))
+        return rows

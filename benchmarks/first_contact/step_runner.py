@@ -1,0 +1,143 @@
+"""Runs steps as child processes with a time limit, and writes all results after each step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from benchmarks import report
+from benchmarks.first_contact.row import Row, RowFile
+from benchmarks.provenance import Provenance
+
+_COLUMNS = ("case", "verdict", "value", "reference", "speedup")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's name and its time limit; its function is ``step_child``'s."""
+
+    name: str
+    limit_seconds: float
+
+
+class StepRunner:
+    """Runs steps in order. A step that fails, hangs or crashes is a row, and the next one runs."""
+
+    def __init__(self, arguments: Sequence[str], out: Path, seconds: float) -> None:
+        """``arguments`` go to every step. ``seconds`` is the limit of all steps together."""
+        self._arguments, self._out = arguments, out
+        self._deadline = time.monotonic() + seconds
+        self.rows: list[dict[str, Any]] = []
+        self._seconds: dict[str, float] = {}
+        self._machine = report.machine()
+
+    def run(self, step: Step) -> None:
+        """Run a step and write all results so far."""
+        began = time.monotonic()
+        limit = min(step.limit_seconds, self._deadline - began)
+        if limit < 1:
+            self._add(step, [Row("", False, "not run: the steps before took all the time")])
+        else:
+            report.console.print(f"[dim]{step.name} (at most {limit:.0f} s)[/dim]")
+            self._add(step, self._rows_of(step, limit))
+        self._seconds[step.name] = round(time.monotonic() - began, 1)
+        self._write()
+
+    @property
+    def failures(self) -> int:
+        return sum(row["verdict"] == "FAILED" for row in self.rows)
+
+    def print_table(self) -> None:
+        for step, seconds in self._seconds.items():
+            mine = [row for row in self.rows if row["step"] == step]
+            report.console.rule(f"{step}, {seconds:.0f} s", align="left")
+            for fake in dict.fromkeys(row["fake"] for row in mine if row["fake"]):
+                report.console.print(f"[dim]{fake}[/dim]")
+            report.console.print(report.table([{k: _cell(row[k]) for k in _COLUMNS} for row in mine]))
+        took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
+        report.console.print(f"{len(self.rows)} rows, {self.failures} failed; {took}; {self._out}")
+
+    def _rows_of(self, step: Step, limit: float) -> list[Row]:
+        with tempfile.TemporaryDirectory(prefix="kvsidecar-step-") as folder:
+            rows, log = RowFile(Path(folder) / "rows.jsonl"), Path(folder) / "log"
+            command = [sys.executable, "-m", "benchmarks.first_contact.step_child", step.name, *self._arguments]
+            with log.open("wb") as output:
+                # A session of its own: what a step leaves behind ends with it.
+                child = subprocess.Popen(
+                    [*command, "--rows", str(Path(folder) / "rows.jsonl")],
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                with _ended(child):
+                    try:
+                        code: int | None = child.wait(limit)
+                    except subprocess.TimeoutExpired:
+                        code = None
+            found, said = rows.read(), _last_line(log)
+            if code is None:
+                found.append(Row("", False, f"ended after {limit:.0f} s, its limit; last output: {said}"))
+            elif code:
+                found.append(Row("", False, f"ended with {_name_of(code)}: {said}"))
+            elif not found:
+                found.append(Row("", False, "it gave no rows"))
+            return found
+
+    def _add(self, step: Step, rows: list[Row]) -> None:
+        verdicts = {None: "measured", True: "passed", False: "FAILED"}
+        for row in rows:
+            values = asdict(row)
+            verdict = verdicts[values.pop("passed")]
+            self.rows.append({"step": step.name, "verdict": verdict, **values})
+
+    def _write(self) -> None:
+        """Replace the file, so that a reader or a crash never finds half of it."""
+        result = {
+            "benchmark": "first_contact",
+            "provenance": Provenance.now().as_dict(),
+            "machine": self._machine,
+            "summary": {"failed": self.failures, "seconds": self._seconds},
+            "rows": self.rows,
+        }
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._out.with_suffix(".part")
+        unfinished.write_text(report.document(result), encoding="utf-8")
+        unfinished.replace(self._out)
+
+
+@contextlib.contextmanager
+def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a child and all processes of its session with the block."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        return escape(value)
+    return "" if value is None else value
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "none"
+
+
+def _name_of(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"

@@ -1,0 +1,43 @@
+"""Health endpoints: liveness at ``/livez``, readiness at ``/readyz`` and ``/health``.
+
+``DrainMiddleware`` fails readiness during a shutdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+LIVEZ, READYZ, HEALTH = "/livez", "/readyz", "/health"
+HEALTH_PATHS = frozenset({LIVEZ, READYZ, HEALTH})
+
+
+class Member(Protocol):
+    """A worker of a node, or a node of a fleet."""
+
+    @property
+    def alive(self) -> bool: ...
+
+
+def add_liveness(app: FastAPI) -> None:
+    """Serve the liveness probe, which succeeds while the process answers."""
+
+    @app.get(LIVEZ)
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+
+def add_readiness(app: FastAPI, kind: str, members: Callable[[], Collection[Member]]) -> None:
+    """Serve the readiness probe: 200 if a member is up, otherwise 503. ``kind`` is ``worker`` or ``node``."""
+
+    async def ready(_: Request) -> JSONResponse:
+        known = members()
+        up = sum(member.alive for member in known)
+        body = {"status": "ok" if up else f"no {kind} is up", f"{kind}s_up": up, f"{kind}s": len(known)}
+        return JSONResponse(body, status_code=200 if up else 503)
+
+    for path in (HEALTH, READYZ):
+        app.add_api_route(path, ready, methods=["GET"])
