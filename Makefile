@@ -224,7 +224,7 @@ bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 
 # Installs nothing: a machine with a GPU may have no network, and then its own interpreter runs this. GPU are further
 # arguments, such as --only kernels, --device fake, or --model FOLDER.
-GPU_PYTHON = PYTHONPATH=.:kernels:clients/python $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_TARGET_PYTHON ?= 3.12
 .PHONY: gpu gpu-wheels
 gpu:  ## Build, check and measure all that uses a GPU (8 minutes; JSON in bench-out/)

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.kernel_comparison import Implementation, KernelComparison
 from inference_svc.models.linear.packed_linear import PackedLinear
 
 # heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
@@ -32,6 +31,7 @@ MODELS = {"0.5b": (14, 2, 64), "8b": (32, 8, 128)}
 # outputs, inputs: Qwen2.5-0.5B's gate and up, down, and head
 WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
 _CACHES = 300 << 20
+Implementation = Callable[[], Any]
 
 
 def times_us(way: Implementation, repeats: int) -> list[float]:
@@ -60,6 +60,61 @@ def product_rate(repeats: int) -> float:
 
 def _weight(outputs: int, inputs: int) -> Tensor:
     return (torch.randn(outputs, inputs) * 0.02).bfloat16()
+
+
+class KernelComparison:
+    """Rows of measured kernels.
+
+    ``bandwidth`` (bytes/s) and ``products`` (operations/s) are the device's measured limits.
+    """
+
+    def __init__(self, repeats: int, bandwidth: float, products: float) -> None:
+        self.repeats, self.rows = repeats, list[dict[str, Any]]()
+        self.bandwidth, self.products = bandwidth, products
+
+    def add(
+        self,
+        op: str,
+        shape: str,
+        ours: Implementation,
+        name: str,
+        theirs: Implementation,
+        bytes_moved: float,
+        operations: float = 0.0,
+    ) -> None:
+        """Run and compare both. ``bytes_moved`` and ``operations`` give the bound."""
+        got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
+        error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+        ours_times, reference_times = (times_us(way, self.repeats) for way in (ours, theirs))
+        ours_us, reference_us = report.median(ours_times), report.median(reference_times)
+        bound = max(bytes_moved / self.bandwidth, operations / self.products) * 1e6
+        self.rows.append(
+            {
+                "op": op,
+                "shape": shape,
+                **report.figure(ours_times, "ours_us", "ours"),
+                "reference": name,
+                **report.figure(reference_times, "reference_us", "reference"),
+                "bound_us": round(bound, 2),
+                "max_rel_error": round(error, 6),
+                "over_reference": round(reference_us / ours_us, 3),
+                "of_bound": round(bound / ours_us, 3),
+            }
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Return the device's limits and the largest error."""
+        return {
+            "copy_gb_per_s": round(self.bandwidth / 1e9, 1),
+            "product_tflops": round(self.products / 1e12, 3),
+            "max_rel_error": max(row["max_rel_error"] for row in self.rows),
+        }
+
+
+def _tensor(found: Any) -> Tensor:
+    out = found[0] if isinstance(found, tuple) else found
+    assert isinstance(out, Tensor)
+    return out
 
 
 def attention(out: KernelComparison) -> None:
@@ -231,7 +286,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return report.write(options, "cpu_kernels", [], {"measured": False})
     repeats = 5 if options.quick else 20
     with torch.inference_mode():
-        out = KernelComparison(repeats, times_us, copy_bandwidth(repeats), product_rate(repeats))
+        out = KernelComparison(repeats, copy_bandwidth(repeats), product_rate(repeats))
         attention(out)
         products(out)
         moving(out)

@@ -14,12 +14,21 @@ from kvkernels.cuda.kernel_select import kernels_for, supports
 from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder
 
 _REPLAYS = 10
+_FAKE_PARTS = {
+    "card": "a fake driver answers for the card",
+    "build": "the emulator is built instead of the kernels",
+    "kernels": "the emulator runs the kernels, launched through a fake driver",
+    "contract": "doubles of the driver, the copy engine and graph capture",
+    "engine": "the engine computes on the CPU; host memory stands for a GPU's; graphs are eager, over emulated kernels",
+    "kernel_times": "times are those of the emulator and of torch on the CPU",
+    "engine_times": "the engine computes on the CPU",
+    "sanitizer": "the address sanitizer checks the emulator",
+}
 
 
 class GpuDevice:
     """The first GPU that torch sees."""
 
-    fake = ""
     name = "cuda"
     gpu_memory = "cuda"
 
@@ -62,7 +71,6 @@ class GpuDevice:
 class FakeDevice:
     """The fake driver, whose kernels the emulator runs; torch and the engine compute on the CPU."""
 
-    fake = "no GPU: fake driver, emulated kernels, torch and the engine on the CPU, its memory for a GPU's"
     name = "cpu"
     gpu_memory = "host"
     dtype = torch.float32
@@ -90,6 +98,11 @@ class FakeDevice:
 
 
 ContactDevice = GpuDevice | FakeDevice
+
+
+def fake_parts(device: ContactDevice, step: str) -> str:
+    """Name the parts of a step that were not a GPU's; empty on a GPU."""
+    return "" if isinstance(device, GpuDevice) else f"no GPU: {_FAKE_PARTS[step]}"
 
 
 def make_device(name: str, model: str) -> ContactDevice:

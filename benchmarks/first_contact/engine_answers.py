@@ -22,10 +22,12 @@ from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder, CudaGraphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models import loader
 from inference_svc.models.loader import LoadedModel
+from inference_svc.models.random_models import PREFIX
 
 Scores = dict[int, float]
-_PROMPT_TOKENS = 1500  # more chunks than the 8 MiB of staging that stay when a daemon is idle
-_IDLE_SECONDS = 9.0  # the daemon halves idle staging once a second
+# More chunks than the 8 MiB of staging that an idle daemon keeps. A miss ends with a step of 3 tokens, as a hit does.
+_PROMPT_TOKENS = 3 * 512 + 3
+_IDLE_SECONDS = 6.0  # the daemon releases a piece of idle staging once a second
 _TOP = 10
 # Log probabilities closer than this are equal: one rounding of bfloat16 at the size of a large logit.
 _FLOOR = 1 / 32
@@ -44,7 +46,7 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
             ("GPU arena", {"gpu_arena": "256MiB", "gpu_memory": device.gpu_memory}),
         ):
             try:
-                _check_arena(device, rows, model, f"{model.removeprefix('shape:')}, {arena}", flags)
+                _check_arena(device, rows, model, f"{model.removeprefix(PREFIX)}, {arena}", flags)
             except Exception as error:
                 rows.failed(f"{model}, {arena}", f"{type(error).__name__}: {str(error)[-300:]}")
     try:

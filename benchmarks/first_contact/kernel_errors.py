@@ -27,7 +27,7 @@ from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, 
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
-from benchmarks.first_contact.contact_device import ContactDevice
+from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.row import RowFile
 from tests.kvkernels.emulated.oracle import TOLERANCE, Case, attention, int32
 
@@ -53,11 +53,11 @@ def check_kernels(device: ContactDevice, rows: RowFile) -> None:
     """Check all kernels. A kernel that raises is a failed row."""
     with Poison():
         for dtype in STORED:
-            if not device.fake and not supports(device.torch, dtype):
+            if isinstance(device, GpuDevice) and not supports(device.torch, dtype):
                 rows.measured(f"{_name(dtype)}", "this card has none; torch computes")
                 continue
             for dim in HEAD_DIMS:
-                if not device.fake and not fits(device.torch, f"attention of {dim} channels", shared_bytes(dim)):
+                if isinstance(device, GpuDevice) and not fits(device.torch, f"attention of {dim}", shared_bytes(dim)):
                     rows.measured(f"attention {_name(dtype)} {dim}", "more shared memory than the card has")
                     continue
                 _row(rows, f"attention {_name(dtype)} {dim}", TOLERANCE[dtype], _attention, device, dtype, dim)
@@ -94,8 +94,6 @@ def _row(rows: RowFile, case: str, limit: float, check: Callable[..., float], *a
         error = check(*arguments)
     except Exception as refused:
         rows.failed(case, f"{type(refused).__name__}: {str(refused)[:200]}")
-        if "CUDA" in str(refused) and "launch" not in type(refused).__name__.lower():
-            raise  # the context may be dead
     else:
         rows.within(case, error, limit)
 

@@ -24,13 +24,15 @@ GIVEN = ("torch", "numpy", "transformers")
 OFFLINE = {
     "cuda.bindings.driver": ("cuda-bindings", "cuda-pathfinder"),
     "dotenv": ("python-dotenv",),
+    "fastapi": ("fastapi", "annotated-doc"),
     "gguf": ("gguf",),
     "google.protobuf": ("protobuf",),
     "google.rpc": ("googleapis-common-protos",),
     "grpc": ("grpcio",),
     "grpc_health": ("grpcio-health-checking",),
     "grpc_reflection": ("grpcio-reflection",),
-    "httpx": ("httpx", "httpcore", "h11", "anyio", "certifi", "idna"),
+    "h11": ("h11",),
+    "httpx": ("httpx", "httpcore", "anyio", "certifi", "idna"),
     "llguidance": ("llguidance",),
     "lmdb": ("lmdb",),
     "prometheus_client": ("prometheus-client",),
@@ -42,7 +44,9 @@ OFFLINE = {
     "rich": ("rich", "pygments", "markdown-it-py", "mdurl"),
     "safetensors": ("safetensors",),
     "sortedcontainers": ("sortedcontainers",),
+    "starlette": ("starlette",),
     "structlog": ("structlog",),
+    "uvicorn": ("uvicorn", "click"),
     "uvloop": ("uvloop",),
     "xxhash": ("xxhash",),
     "zstandard": ("zstandard",),
@@ -62,16 +66,13 @@ def _is_found(name: str) -> bool:
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack a folder's wheels that bring missing modules, and return the place to import them from."""
+    """Unpack a folder's wheels that bring missing modules, and return the folder to import them from."""
     target = folder / f"unpacked-{sys.version_info.major}.{sys.version_info.minor}"
     wanted = {_normal(d) for module in missing(tuple(OFFLINE)) for d in OFFLINE[module]}
     for wheel in sorted(folder.glob("*.whl")):
         if _normal(wheel.name.split("-")[0]) in wanted and _fits(wheel):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)
-    sys.path.insert(0, str(target))
-    # Namespace packages such as google and cuda get this folder, too.
-    importlib.invalidate_caches()
     return target
 
 

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from benchmarks.first_contact.contact_device import make_device
+from benchmarks.first_contact.contact_device import fake_parts, make_device
 from benchmarks.first_contact.row import RowFile
 
 # Step, and the module and function that run it.
@@ -33,7 +33,7 @@ def main() -> None:
     module, function = _FUNCTIONS[options.step]
     device = make_device(options.device, options.model)
     run = getattr(importlib.import_module(f"benchmarks.first_contact.{module}"), function)
-    run(device, RowFile(options.rows, device.fake))
+    run(device, RowFile(options.rows, fake_parts(device, options.step)))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ class AdminServicer(ServicerBase):
 
     @unary
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
-        return pb.PinResponse(chunks=self.store.pin(*self._prefix(request.prefix, context)))
+        return pb.PinResponse(chunks=self.store.pin(*self._prefix(request.prefix, context), self._caller(context)))
 
     @unary
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
-        return pb.UnpinResponse(chunks=self.store.unpin(*self._prefix(request.prefix, context)))
+        return pb.UnpinResponse(chunks=self.store.unpin(*self._prefix(request.prefix, context), self._caller(context)))
 
     @unary
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
@@ -129,6 +129,11 @@ class AdminServicer(ServicerBase):
 
     def _prefix(self, prefix: pb.PrefixRef, context: Context) -> tuple[bytes, bytes]:
         return self._root(prefix, context), request_validation.check_hash("prefix_hash", prefix.prefix_hash)
+
+    def _caller(self, context: Context) -> str:
+        """Return the name of an external caller; empty on the private socket."""
+        caller = self.external_caller(context)
+        return caller.name if caller is not None else ""
 
     def _root(self, prefix: pb.PrefixRef, context: Context) -> bytes:
         if not prefix.root:

@@ -55,7 +55,8 @@ class StreamServicer(ServicerBase):
             reading = self.store.reader.unchanged(chunk)
         else:
             chunk = self.store.find(self.root(context, request.namespace, request.tenant_salt), key)
-            reading = self.store.reader.promoted(chunk)
+            caller = self.external_caller(context)
+            reading = self.store.reader.promoted(chunk, None if caller is None else self.sessions.leased_by(caller))
         with self.stream(context, "Fetch", caller_budgets.STREAMS):
             async with reading as payload:
                 await _send(context, chunk.full_header(), payload)
@@ -68,7 +69,7 @@ class StreamServicer(ServicerBase):
             "the number of prefix_hashes", len(request.prefix_hashes), request_validation.MAX_ITEMS
         )
         chunks = session.leased_chunks(request.lease_id, request.prefix_hashes)
-        with self.stream(context, "Fetch", caller_budgets.STREAMS), self.store.acquire(chunks):
+        with self.stream(context, "Fetch", caller_budgets.STREAMS), self.store.acquire(session, chunks):
             for chunk in chunks:
                 self.session(context, request.session_id)  # stops when the session has ended or lost its rights
                 await _send(context, chunk.header, await self.store.reader.leased(chunk))

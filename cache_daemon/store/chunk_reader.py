@@ -10,6 +10,7 @@ from kvsidecar.errors import ArenaFull, ChunkNotFound
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk_usage import ChunkUsage
 from cache_daemon.store.lookup import Lookup
 from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.store_threads import StoreThreads
@@ -24,9 +25,12 @@ class ChunkReader:
         self._tiers, self._lookup, self._durable, self._threads = tiers, lookup, durable, threads
 
     @contextlib.asynccontextmanager
-    async def promoted(self, chunk: Chunk) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload while a block runs. Raises ArenaFull when it cannot be promoted."""
-        lease = await self._lookup.acquire(chunk)
+    async def promoted(self, chunk: Chunk, usage: ChunkUsage | None = None) -> AsyncIterator[memoryview]:
+        """Lease a chunk's payload while a block runs; ``usage`` is that of an external caller.
+
+        Raises ArenaFull when the chunk cannot be promoted, LimitExceeded when the caller leases too much already.
+        """
+        lease = await self._lookup.acquire(chunk, usage)
         if lease is None or chunk.slot is None:
             raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
         with lease:

@@ -94,7 +94,7 @@ class ChunkStore:
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.bloom_filter = arena, bloom_filter
         self.accounts = accounts if accounts is not None else TenantAccounts()
-        self.events, self.sessions = EventLog(self.epoch), SessionTable(config.staging_bytes)
+        self.events, self.sessions = EventLog(self.epoch), SessionTable(config.staging_bytes, arena.size_bytes)
         self.counters, self._started = Counters(), time.monotonic()
         self._durable, self._threads = durable, StoreThreads(config.span)
         arena_quotas = TierQuotas(config.new_policy, lambda limits: limits.arena_bytes)
@@ -143,6 +143,7 @@ class ChunkStore:
                 self._durable, self._threads.reading
             )
             self.ttl.finish_restore()
+            self._pins.finish_restore()
         if self.remote is not None:
             self.remote.start()
         self._upkeep.start()
@@ -237,9 +238,9 @@ class ChunkStore:
         """The time on the store's clock, in Unix seconds."""
         return self.tiers.clock()
 
-    def acquire(self, chunks: Sequence[Chunk]) -> LeaseGuard:
-        """Lease chunks that are in the arena for the duration of a ``with`` block."""
-        return LeaseGuard(chunks, self.tiers.on_released)
+    def acquire(self, session: Session, chunks: Sequence[Chunk]) -> LeaseGuard:
+        """Lease chunks of a session's lease for the duration of a ``with`` block."""
+        return LeaseGuard(chunks, self.tiers.on_released, session.usage)
 
     def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:
         """Release leases; unknown ones are ignored. Returns the number of known ones."""
@@ -258,13 +259,16 @@ class ChunkStore:
             raise ChunkNotFound(f"no chunk {prefix_hash.hex() or '(empty)'} is stored in this namespace and tenant")
         return chunk
 
-    def pin(self, root: bytes, prefix_hash: bytes) -> int:
-        """Exempt a prefix from eviction. Returns its number of chunks. Raises ChunkNotFound, QuotaExceeded."""
-        return self._pins.add(self.find(root, prefix_hash))
+    def pin(self, root: bytes, prefix_hash: bytes, caller: str = "") -> int:
+        """Exempt a prefix from eviction. Returns its number of chunks. Raises ChunkNotFound, QuotaExceeded.
 
-    def unpin(self, root: bytes, prefix_hash: bytes) -> int:
-        """End one pin. Returns the number of chunks of the prefix. Raises ChunkNotFound."""
-        return self._pins.remove(root, prefix_hash)
+        ``caller`` is the name of an external caller, whose own limits count.
+        """
+        return self._pins.add(self.find(root, prefix_hash), caller)
+
+    def unpin(self, root: bytes, prefix_hash: bytes, caller: str = "") -> int:
+        """End one pin, the caller's own if it has one. Returns the prefix's number of chunks. Raises ChunkNotFound."""
+        return self._pins.remove(root, prefix_hash, caller)
 
     async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
@@ -389,7 +393,7 @@ class ChunkStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all slots, bytes and leases add up."""
-        for part in (self.tiers, self.ttl, self.retained, self.groups, self._persistence):
+        for part in (self.tiers, self.ttl, self._pins, self.retained, self.groups, self._persistence):
             if part is not None:
                 part.check_integrity()
         self.sessions.check_integrity([*self.tiers.index, *self.tiers.zombies])

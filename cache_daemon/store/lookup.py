@@ -15,10 +15,12 @@ from math import inf
 
 import structlog
 from kvsidecar import keys
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import UnknownSession
+from kvsidecar.errors import LimitExceeded, UnknownSession
 
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk_usage import ChunkUsage
 from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prefix_index import MatchedChunk
@@ -111,8 +113,9 @@ class Lookup:
         ``contents`` that ends after the prefix. With a ``window``, leases only the chunks of the prefix that contain
         one of its last ``window`` tokens. ``hints`` apply to all matched chunks.
 
-        A chunk that cannot be promoted (corrupt, arena full) ends the prefix without an error. Raises UnknownSession
-        when the session ended meanwhile. A cancelled caller holds no leases.
+        A chunk that cannot be promoted (corrupt, arena full) ends the prefix without an error; so does one that exceeds
+        an external caller's share of the arena. Raises UnknownSession when the session ended meanwhile. A cancelled
+        caller holds no leases.
         """
         limit: int | None = None  # the prefix ended before its window: try another window, then none
         for _ in range(_MAX_WINDOW_TRIES):
@@ -141,11 +144,14 @@ class Lookup:
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
         num_matched, passed = sum(n for _, n in found), _num_outside_window(found, window)
         prefix, num_passed = found[passed:], sum(n for _, n in found[:passed])
-        lease = LeaseGuard([c for c, _ in prefix], self._tiers.on_released)
+        leasable = self._leasable(session, prefix)
+        lease = LeaseGuard([c for c, _ in leasable], self._tiers.on_released, session.usage)
         try:
             if len(prefix) > _SLICE:
                 await asyncio.sleep(0)
             content_hits = await self._match_contents(session, root, ids, contents, num_matched)
+            if session.usage is not None:
+                content_hits = content_hits[: session.usage.num_fitting([c for _, c, _ in content_hits])]
             lease.add([c for _, c, _ in content_hits])
             wanted = dict.fromkeys(lease.chunks)
             missing = [c for c in wanted if c.arena_state is not Residency.PRESENT]
@@ -157,7 +163,7 @@ class Lookup:
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
-            matches = self._usable(prefix)
+            matches = self._usable(leasable)
             end = num_passed + sum(m.tokens for m in matches)
             if passed and len(matches) < len(prefix):
                 lease.release()
@@ -176,9 +182,18 @@ class Lookup:
         self._hints.record_match(used, [m.chunk for _, m in content_matches], hints)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
-    async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
-        """Lease one chunk in the arena; None when it cannot be promoted."""
-        lease = LeaseGuard([chunk], self._tiers.on_released)
+    async def acquire(self, chunk: Chunk, usage: ChunkUsage | None = None) -> LeaseGuard | None:
+        """Lease one chunk in the arena; None when it cannot be promoted.
+
+        ``usage`` is that of an external caller. Raises LimitExceeded when it leases too much already.
+        """
+        if usage is not None and not usage.num_fitting([chunk]):
+            raise LimitExceeded(
+                f"a caller may lease {format_size(usage.max_bytes)} of the arena; this one leases "
+                f"{format_size(usage.size_bytes)}, and the chunk has {format_size(chunk.size_bytes)}: release "
+                "leases, or wait for other calls"
+            )
+        lease = LeaseGuard([chunk], self._tiers.on_released, usage)
         try:
             if chunk.arena_state is not Residency.PRESENT:
                 await self._promoter.promote([chunk])
@@ -232,6 +247,11 @@ class Lookup:
                 ):
                     found.append((start, chunk, count))
         return [(start, c, n) for start, c, n in found if c.indexed]
+
+    @staticmethod
+    def _leasable(session: Session, found: Sequence[MatchedChunk]) -> Sequence[MatchedChunk]:
+        """Return the leading chunks that the session's caller may lease."""
+        return found if session.usage is None else found[: session.usage.num_fitting([c for c, _ in found])]
 
     @staticmethod
     def _usable(found: Sequence[MatchedChunk]) -> tuple[MatchedChunk, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -19,6 +19,7 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_usage import ChunkUsage, ExternalUsage
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -26,18 +27,23 @@ from cache_daemon.store.tenant_accounts import TenantAccount
 _Handle = TypeVar("_Handle")
 # Expiry of leases of sessions that share no memory.
 LEASE_SECONDS = 60.0
+# Shares of the arena that all sessions without shared memory may lease, and those of one caller.
+_EXTERNAL_SHARE, _CALLER_SHARE = 0.5, 0.25
 
 
 class LeaseGuard:
     """Keeps chunks' slots from being moved, reused or freed until ``release``.
 
-    ``on_released`` is called with every chunk whose last lease ended.
+    ``on_released`` is called with every chunk whose last lease ended. ``usage`` counts the chunks of an external
+    caller.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None], usage: ChunkUsage | None = None
+    ) -> None:
         self.chunks: list[Chunk] = []
         self.acquired_at = time.monotonic()
-        self._on_released = on_released
+        self._on_released, self._usage = on_released, usage
         self.add(chunks)
 
     def __enter__(self) -> LeaseGuard:
@@ -50,6 +56,8 @@ class LeaseGuard:
         """Lease more chunks."""
         for chunk in chunks:
             chunk.leases += 1
+            if self._usage is not None:
+                self._usage.add(chunk)
         self.chunks.extend(chunks)
 
     def retain_only(self, wanted: Sequence[Chunk]) -> None:
@@ -69,6 +77,8 @@ class LeaseGuard:
     def _release(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             chunk.leases -= 1
+            if self._usage is not None:
+                self._usage.add(chunk, -1)
             if not chunk.leases:
                 self._on_released(chunk)
 
@@ -114,6 +124,7 @@ class Session:
     closed: bool = False
     heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
     owner: object = None  # the principal that opened it
+    usage: ChunkUsage | None = None  # leased chunks of its owner; None if it shares memory
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)
@@ -150,10 +161,16 @@ class Session:
 
 
 class SessionTable:
-    """The open sessions, by id. ``staging_bytes`` is the staging memory of each."""
+    """The open sessions, by id.
 
-    def __init__(self, staging_bytes: int) -> None:
+    ``staging_bytes`` is the staging memory of each. Sessions without shared memory lease only a share of the arena.
+    """
+
+    def __init__(self, staging_bytes: int, arena_bytes: int) -> None:
         self._staging_bytes = staging_bytes
+        self._leased = ExternalUsage(
+            int(arena_bytes * _EXTERNAL_SHARE), int(arena_bytes * _CALLER_SHARE), lambda c: footprint(c.size_bytes)
+        )
         self._open: dict[bytes, Session] = {}
         self._allowances: WeakValueDictionary[object, StagingBudget] = WeakValueDictionary()
 
@@ -183,10 +200,15 @@ class SessionTable:
             )
         allowed = None if shares_memory else self._allowance(owner)
         staging = StagingMemory(self._staging_bytes, allowed)
-        session = Session(name, namespace, descriptor, staging, shares_memory, owner=owner)
+        usage = None if shares_memory else self.leased_by(owner)
+        session = Session(name, namespace, descriptor, staging, shares_memory, owner=owner, usage=usage)
         if listed:
             self._open[session.id] = session
         return session
+
+    def leased_by(self, owner: Hashable) -> ChunkUsage:
+        """Return the leased chunks of an external caller; keep the result while it leases any."""
+        return self._leased.of(owner)
 
     def _allowance(self, owner: object) -> StagingBudget:
         """Return the staging budget that an owner's sessions without shared memory share."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from kvkernels import awq_dequantize, ops
 from kvkernels.cpu import quantized_gemm
+from kvkernels.cpu.quantized_gemm import QuantizedWeight
 from kvkernels.cuda import awq_gemm
 from kvsidecar.errors import ModelUnsupported
 from rich.progress import Progress
@@ -22,13 +23,18 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from inference_svc.models import compressed_tensors
+from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.meta_model import build_meta_model
 
-METHODS = ("awq", compressed_tensors.METHOD)
+METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
-# Builds a 4-bit layer from its parts and bias; None for a shape that the kernels do not support.
-LinearFactory = Callable[[list[Tensor], Tensor | None], nn.Module | None]
+# Tensors of which one contains the codes of a quantized linear layer.
+_CODE_PARTS = ("qweight", compressed_tensors.PACKED, *gguf_codes.CODES)
+# Parts of a weight as AutoAWQ stores them, or a weight in the layout of the CPU kernel.
+PackedWeight = list[Tensor] | QuantizedWeight
+# Builds a layer from its weight and bias; None for a weight that the kernels do not support.
+LinearFactory = Callable[[PackedWeight, Tensor | None], nn.Module | None]
 
 
 class AwqLinear(nn.Module):
@@ -63,6 +69,8 @@ def check_quantization(config: Any) -> None:
     The formats are AWQ's GEMM format and compressed-tensors' packing.
     """
     settings = config.quantization_config
+    if method_of(config) == gguf_codes.METHOD:
+        return
     if method_of(config) == compressed_tensors.METHOD:
         compressed_tensors.check(settings)
         return
@@ -82,8 +90,8 @@ def check_quantization(config: Any) -> None:
 def cuda_linears(dtype: torch.dtype, device: torch.device) -> LinearFactory:
     """Factory of layers for the CUDA kernels."""
 
-    def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
-        weights = _repacked(parts, dtype, device)
+    def keep(parts: PackedWeight, bias: Tensor | None) -> nn.Module | None:
+        weights = None if isinstance(parts, QuantizedWeight) else _repacked(parts, dtype, device)
         return None if weights is None else AwqLinear(weights, None if bias is None else bias.to(device, dtype))
 
     return keep
@@ -92,14 +100,17 @@ def cuda_linears(dtype: torch.dtype, device: torch.device) -> LinearFactory:
 def cpu_linears(dtype: torch.dtype) -> LinearFactory:
     """Factory of layers for the CPU kernels."""
 
-    def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
+    def keep(parts: PackedWeight, bias: Tensor | None) -> nn.Module | None:
+        bias = None if bias is None else bias.to(dtype)
+        if isinstance(parts, QuantizedWeight):
+            return QuantizedLinear(parts, bias)
         codes, zeros = (awq_dequantize.unpack_columns(part).t().contiguous() for part in parts[:2])
         scales = parts[2].t()
         if not torch.equal(scales.half().to(scales.dtype), scales):
             return None  # scales of a dtype with a wider range than float16
         if not quantized_gemm.serves(codes.shape[1], codes.shape[0], codes.shape[1] // scales.shape[1]):
             return None
-        return QuantizedLinear(quantized_gemm.pack(codes, scales, zeros, 4), None if bias is None else bias.to(dtype))
+        return QuantizedLinear(quantized_gemm.pack(codes, scales, zeros, 4), bias)
 
     return keep
 
@@ -119,11 +130,11 @@ def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep
     state: dict[str, Tensor] = {}
     with Progress(transient=True) as progress:
         for name, parts in progress.track(
-            _quantized(linears, where), len(linears), description="reading 4-bit weights"
+            _quantized(linears, where), len(linears), description="reading quantized weights"
         ):
             layer = keep and keep(parts, bias_in(where, name))
             if layer is None:
-                state[f"{name}.weight"] = awq_dequantize.reference_weight(*with_float32_scales(parts)).to(dtype)
+                state[f"{name}.weight"] = dequantize(parts).to(dtype)
             else:
                 model.set_submodule(name, layer)
     held = {n for n, _ in model.named_parameters()}
@@ -178,23 +189,29 @@ def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
         return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
 
 
-def parts_in(where: dict[str, Path], linear: str) -> list[Tensor]:
+def parts_in(where: dict[str, Path], linear: str) -> PackedWeight:
     """Load the parts of a linear layer's weight.
 
     Raises ModelUnsupported if a part is missing or does not fit.
     """
+    for part, bits in gguf_codes.CODES.items():
+        if f"{linear}.{part}" in where:
+            return gguf_codes.stored_weight(tensor_in(where, f"{linear}.{part}"), bits)
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         return _of_compressed(where, linear)
     return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
 
 
 def is_packed(where: dict[str, Path], linear: str) -> bool:
-    """True if a linear layer's weight has 4 bits."""
-    return f"{linear}.qweight" in where or f"{linear}.{compressed_tensors.PACKED}" in where
+    """True if a linear layer's weight is quantized."""
+    return any(f"{linear}.{part}" in where for part in _CODE_PARTS)
 
 
-def group_in(where: dict[str, Path], linear: str) -> int:
-    """Group size of a linear layer for the CPU kernels; 0 if they do not support it."""
+def form_in(where: dict[str, Path], linear: str) -> tuple[int, int] | None:
+    """Bits and group size of a linear layer for the CPU kernels; None if they do not support it."""
+    for part, bits in gguf_codes.CODES.items():
+        if f"{linear}.{part}" in where:
+            return bits, quantized_gemm.group_of(shape_in(where, f"{linear}.{part}")[-1], bits)
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         sizes, scales = (
             tensor_in(where, f"{linear}.{compressed_tensors.SHAPE}").tolist(),
@@ -210,13 +227,13 @@ def group_in(where: dict[str, Path], linear: str) -> int:
     if len(shape) != 2 or not groups:
         raise ModelUnsupported(f"{linear} has 4-bit weights of the shape {shape} in {groups} groups")
     outputs, inputs = shape
-    return inputs // groups if quantized_gemm.serves(inputs, outputs, inputs // groups) else 0
+    return (4, inputs // groups) if quantized_gemm.serves(inputs, outputs, inputs // groups) else None
 
 
 def _linear_of(name: str) -> str:
     """Name of the linear layer whose codes a tensor contains; empty for another tensor."""
     linear, _, part = name.rpartition(".")
-    return linear if part in ("qweight", compressed_tensors.PACKED) else ""
+    return linear if part in _CODE_PARTS else ""
 
 
 def _of_compressed(where: dict[str, Path], linear: str) -> list[Tensor]:
@@ -241,14 +258,17 @@ def bias_in(where: dict[str, Path], linear: str) -> Tensor | None:
     return tensor_in(where, name) if name in where else None
 
 
-def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str, list[Tensor]]]:
+def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str, PackedWeight]]:
     for name in linears:
         yield name, parts_in(where, name)
 
 
-def with_float32_scales(parts: list[Tensor]) -> list[Tensor]:
-    """Parts with scales in float32, so that dequantized weights are rounded once."""
-    return [*parts[:2], parts[2].float()]
+def dequantize(parts: PackedWeight) -> Tensor:
+    """Return the weight ``[outputs, inputs]`` in float32, so that it is rounded once."""
+    if isinstance(parts, QuantizedWeight):
+        return quantized_gemm.dequantize(parts)
+    words, zeros, scales = parts
+    return awq_dequantize.reference_weight(words, zeros, scales.float())
 
 
 def _repacked(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> awq_gemm.AwqWeights | None:

@@ -35,7 +35,7 @@ from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_atten
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_loader import SAMPLING, convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import CODES, SAMPLING, check_codes, convert_gguf, open_source
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
@@ -210,7 +210,8 @@ def load(
 ) -> LoadedModel:
     """Load ``demo``, ``shape:NAME``, or the model that ``resolve`` finds for a name.
 
-    ``weights`` is the width of linear weights in memory: 16, 8, 4, or ``auto`` (the checkpoint's). ``context_length``
+    ``weights`` is the width of linear weights in memory: 16, 8, 4, ``auto`` (the checkpoint's; 16 for a GGUF
+    file), or ``codes`` (those of a quantized GGUF file). ``context_length``
     is the longest sequence that will be served (0: the model's own). ``stream`` chooses the layers to read ahead from a
     file instead of keeping them in memory. Raises ModelUnsupported, ConfigurationError.
     """
@@ -220,14 +221,18 @@ def load(
     place = pick_device(device)
     stream = _streaming_on(place, stream)
     if name.startswith("shape:"):
+        if weights == CODES:
+            check_codes(None, name, place)
         return _load_shape(name, place, dtype, weights, served_name, stream)
     folder = resolve(name)
     if folder == DEMO_MODEL:
         log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
-    if folder.is_file():
-        source = open_source(folder)
+    source = open_source(folder) if folder.is_file() else None
+    if weights == CODES:
+        check_codes(source, name, place)
+    if source is not None:
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
-        folder = convert_gguf(source, getattr(torch, dtype))
+        folder = convert_gguf(source, getattr(torch, dtype), coded=weights == CODES)
     check_folder(folder)
     identity = weights_fingerprint.of_directory(folder)
     try:

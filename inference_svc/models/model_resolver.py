@@ -7,6 +7,7 @@ from pathlib import Path
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models import hub
 from kvsidecar.models.catalogue import CATALOGUE
+from kvsidecar.models.gguf_parts import first_parts
 from kvsidecar.models.model_library import BUILT_IN, ModelLibrary
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
@@ -39,8 +40,8 @@ def resolve(name: str, library: ModelLibrary | None = None) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder if it holds safetensors, else its only GGUF file."""
-    packed = sorted(folder.glob("*.gguf"))
+    """Return the folder if it holds safetensors, else its only GGUF file or that file's first part."""
+    packed = [folder / name for name in first_parts(file.name for file in folder.glob("*.gguf"))]
     if not packed or any(folder.glob("*.safetensors")):
         return folder
     if len(packed) > 1:

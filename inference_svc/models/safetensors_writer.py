@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
 
 
 @dataclass(frozen=True)

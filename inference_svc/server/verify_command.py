@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         out.add_argument(flag, type=type(default), default=default, metavar="N", help=f"{texts}; default {default:g}")
     out.add_argument("--device", default="auto", help="as the worker's: auto, cpu, cuda or cuda:N")
     out.add_argument("--dtype", default="auto", help="as the worker's: auto, float32, bfloat16 or float16")
-    out.add_argument("--weights", choices=["auto", "16", "8", "4"], default="auto", help="as the worker's")
+    out.add_argument("--weights", choices=["auto", "16", "8", "4", "codes"], default="auto", help="as the worker's")
     out.add_argument("--share-across-machines", action="store_true", help="as the worker's, for the stored verdict")
     out.add_argument("--no-store", action="store_true", help="do not hand the verdict to the cache daemon")
     out.add_argument(

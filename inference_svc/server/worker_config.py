@@ -34,9 +34,10 @@ class ModelSettings(BaseSettings):
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
-    weights: Literal["auto", 16, 8, 4] = "auto"
+    weights: Literal["auto", 16, 8, 4, "codes"] = "auto"
     """Bits per linear weight in memory: auto (the checkpoint's), 16, or on a CPU 8 or 4, which take less memory and
-    time; 8 hardly changes answers, 4 does."""
+    time; 8 hardly changes answers, 4 does. codes keeps those of a quantized GGUF file on a CPU: as small and fast as 4,
+    as accurate as the file; auto converts it to 16 bits."""
     stream: Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"] = "auto"
     """Layer streaming for models larger than a CPU's memory: layers are read from disk ahead of their use. auto (none
     if the model fits, else as few layers as possible), off, partial_resident (all but keep_first and keep_last, or but

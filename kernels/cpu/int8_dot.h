@@ -21,8 +21,8 @@ KVK_INLINE Floats widened(const half* from) {
 #endif
 }
 
-// Inputs per call of dot_bytes: as many as sums of products of 4-bit codes fit into 16 bits.
-constexpr int STEP = 32, QUADS = STEP / 4;
+// Inputs per call of dot_bytes, at most: as many as sums of products of 4-bit codes fit into 16 bits.
+constexpr int MAX_STEP = 32;
 
 #if defined(__aarch64__)
 constexpr int BYTE_SHIFT = 128;  // NEON's bytes are signed: this is subtracted from 8-bit codes
@@ -69,9 +69,10 @@ KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
 }
 #endif
 
-// Returns, in every lane, total + the dot product over STEP inputs of codes (unsigned, four per word; 8-bit codes minus
-// BYTE_SHIFT) and the signed bytes at x.
-template <int BITS> KVK_INLINE Words dot_bytes(const Words (&codes)[QUADS], const int8_t* x, Words total) {
+// Returns, in every lane, total + the dot product over 4 * QUADS inputs, at most MAX_STEP, of codes (unsigned, four per
+// word; 8-bit codes minus BYTE_SHIFT) and the signed bytes at x.
+template <int BITS, int QUADS> KVK_INLINE Words dot_bytes(const Words (&codes)[QUADS], const int8_t* x, Words total) {
+  static_assert(4 * QUADS <= MAX_STEP && QUADS % 2 == 0, "sums of products would not fit");
 #if defined(KVK_DOT_QUADS)
   Words other = Words{};  // two accumulators hide the latency
   for (int i = 0; i < QUADS; i += 2) {

@@ -67,8 +67,8 @@ template <class T> void quantize_tile(const QuantizedGemmJob& job, int64_t tile)
 
 // ---- integer products -----------------------------------------------------------------------------------------------
 
-// Loads the codes of STEP inputs for a vector of outputs; `from` points to those of the strip's first output.
-template <int BITS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUADS]) {
+// Loads the codes of 4 * QUADS inputs for a vector of outputs; `from` points to those of the strip's first output.
+template <int BITS, int QUADS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUADS]) {
   constexpr int LINE = OUTPUTS * 4;
   if constexpr (BITS == 4)
     for (int i = 0; i < QUADS; i += 2) {
@@ -83,7 +83,8 @@ template <int BITS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUA
     }
 }
 
-template <int BITS, int ROWS, class T> void multiply(const QuantizedGemmJob& job, int64_t strip, int64_t row) {
+// STEP: inputs that are multiplied at a time, a divisor of the block.
+template <int BITS, int STEP, int ROWS, class T> void multiply(const QuantizedGemmJob& job, int64_t strip, int64_t row) {
   const int64_t block = block_of(job), blocks = job.inputs / block;
   const int64_t code_bytes = job.group * OUTPUTS * BITS / 8, group_bytes = code_bytes + OUTPUTS * 2 * sizeof(half);
   const uint8_t* group = job.weight + strip * (job.inputs / job.group) * group_bytes;
@@ -96,7 +97,7 @@ template <int BITS, int ROWS, class T> void multiply(const QuantizedGemmJob& job
         Words sums[ROWS];
         for (Words& sum : sums) sum = Words{};
         for (int64_t i = 0; i < block; i += STEP) {
-          Words codes[QUADS];
+          Words codes[STEP / 4];
           read<BITS>(group + from + i * OUTPUTS * BITS / 8 + n * LANES * 4, codes);
           for (int r = 0; r < ROWS; r++)
             sums[r] = dot_bytes<BITS>(codes, job.bytes + (row + r) * job.inputs + b * block + i, sums[r]);
@@ -126,14 +127,20 @@ template <class T> void fill(const QuantizedGemmJob& job, int64_t strip, int64_t
   }
 }
 
-template <int BITS, class T>
+template <int BITS, int STEP, class T>
 void multiply_tile(const QuantizedGemmJob& job, int64_t strip, int64_t row, int64_t end, int64_t padded) {
   if constexpr (MAX_ROWS == 8)
-    for (; row + 8 <= end; row += 8) multiply<BITS, 8, T>(job, strip, row);
-  for (; row + 4 <= end; row += 4) multiply<BITS, 4, T>(job, strip, row);
-  if (end - row >= 2) multiply<BITS, 2, T>(job, strip, row), row += 2;
-  if (end - row >= 1) multiply<BITS, 1, T>(job, strip, row), row++;
+    for (; row + 8 <= end; row += 8) multiply<BITS, STEP, 8, T>(job, strip, row);
+  for (; row + 4 <= end; row += 4) multiply<BITS, STEP, 4, T>(job, strip, row);
+  if (end - row >= 2) multiply<BITS, STEP, 2, T>(job, strip, row), row += 2;
+  if (end - row >= 1) multiply<BITS, STEP, 1, T>(job, strip, row), row++;
   for (; row < padded; row++) fill<T>(job, strip, row);
+}
+
+template <int BITS, class T>
+void multiply_strip(const QuantizedGemmJob& job, int64_t strip, int64_t row, int64_t end, int64_t padded) {
+  if (job.group < MAX_STEP) multiply_tile<BITS, MAX_STEP / 2, T>(job, strip, row, end, padded);
+  else multiply_tile<BITS, MAX_STEP, T>(job, strip, row, end, padded);
 }
 
 // ---- threads --------------------------------------------------------------------------------------------------------
@@ -159,8 +166,8 @@ template <class T> void run(QuantizedGemmJob& job) {
     const int64_t tile = unit % tiles, part = unit / tiles, padded = smaller_of((tile + 1) * TILE, job.rows);
     const int64_t first = tile * TILE, end = smaller_of(padded, live);
     for (int64_t strip = strips * part / job.parts; strip < strips * (part + 1) / job.parts; strip++) {
-      if (job.bits == 4) multiply_tile<4, T>(job, strip, first, end, padded);
-      else multiply_tile<8, T>(job, strip, first, end, padded);
+      if (job.bits == 4) multiply_strip<4, T>(job, strip, first, end, padded);
+      else multiply_strip<8, T>(job, strip, first, end, padded);
     }
   }
 }

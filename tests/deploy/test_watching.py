@@ -14,6 +14,7 @@ from deploy.grafana import generate
 from deploy.grafana.exported import exported
 from deploy.grafana.panels import ROWS
 from deploy.prometheus import operator
+from tests.deploy import node_recording
 from tests.deploy.manifests import DEPLOY, of_kind
 
 RULES = [rule for group in yaml.safe_load(operator.RULES.read_text())["groups"] for rule in group["rules"]]
@@ -149,24 +150,68 @@ ANSWERS = {
 }
 
 
-def test_the_first_row_says_whether_the_cache_pays_is_healthy_is_full_and_what_is_slow(tmp_path: Path) -> None:
-    def evaluated(query: str) -> str:
-        for name, value in {"$job": ".*", "$instance": ".*", "$namespace": ".*", "$__rate_interval": "5m"}.items():
-            query = query.replace(name, value)
-        return f"sum by () (round({query}, 0.001))" if "count by" not in query else f"max by () ({query})"
+# Conditions on a recorded node under load: python -m tests.deploy.node_recording.
+RECORDED_ANSWERS = {
+    "all engines": "> 0.9",
+    "engines' own prefix caches": "< 0.1",
+    "cache daemon": "> 0.9",
+    "{{engine}}: time of loads per saved prefill time": "< 0.5",
+    "{{process}} processes": "== 1",
+    "failed share of answers": "== 0",
+    "stores whose disk fails": "== 0",
+    "daemons without their remote tier": "== 0",
+    "processes killed for memory": "== 0",
+    "arena": "> 0.9",
+    "disk": "< 0.5",
+    "workers' KV pools": "< 0.1",
+    "time to first token, p95": "< 1",
+    "Match, mean": "< 0.1",
+    "stall of a daemon's event loop, longest": "< 1",
+}
 
+
+def first_row() -> dict[str, str]:
+    """Queries of the first row by legend, with the values of the dashboard's variables."""
     panels = generate.rows()["Overview"]
-    legends = {legend: generate.selected(query) for panel in panels for legend, query in panel.queries}
     assert len(panels) == 4
-    assert legends.keys() == ANSWERS.keys()
-    cases = [
-        {"expr": evaluated(query), "eval_time": "9m", "exp_samples": [{"labels": "{}", "value": ANSWERS[legend]}]}
-        for legend, query in legends.items()
+    found = {legend: generate.selected(query) for panel in panels for legend, query in panel.queries}
+    for name, value in {"$job": ".*", "$instance": ".*", "$namespace": ".*", "$__rate_interval": "5m"}.items():
+        found = {legend: query.replace(name, value) for legend, query in found.items()}
+    return found
+
+
+def evaluate(tmp_path: Path, series: dict[str, str], interval: str, at: str, cases: dict[str, float]) -> None:
+    """Let promtool compare expressions over series with their values."""
+    tests = [
+        {"expr": expression, "eval_time": at, "exp_samples": [{"labels": "{}", "value": value}]}
+        for expression, value in cases.items()
     ]
-    series = [{"series": name, "values": values} for name, values in SCRAPED.items()]
-    run = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
-    (tmp_path / "row.yaml").write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [run]}))
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    run = {"interval": interval, "input_series": given, "promql_expr_test": tests}
+    (tmp_path / "row.yaml").write_text(yaml.safe_dump({"evaluation_interval": interval, "tests": [run]}))
     promtool("test", "rules", str(tmp_path / "row.yaml"))
+
+
+def test_the_first_row_says_whether_the_cache_pays_is_healthy_is_full_and_what_is_slow(tmp_path: Path) -> None:
+    queries = first_row()
+    assert queries.keys() == ANSWERS.keys()
+    cases = {
+        f"sum by () (round({query}, 0.001))" if "count by" not in query else f"max by () ({query})": ANSWERS[legend]
+        for legend, query in queries.items()
+    }
+    evaluate(tmp_path, SCRAPED, "1m", "9m", cases)
+
+
+def test_the_first_row_answers_for_a_recorded_node_under_load(tmp_path: Path) -> None:
+    recorded = json.loads(node_recording.FILE.read_text(encoding="utf-8"))
+    series = {name: " ".join("_" if v is None else repr(v) for v in values) for name, values in recorded.items()}
+    queries = first_row()
+    assert queries.keys() - RECORDED_ANSWERS.keys() == {"vLLM engines without a daemon"}
+    cases = {
+        f"min by () (({queries[legend]}) {condition.replace(' ', ' bool ', 1)})": 1.0
+        for legend, condition in RECORDED_ANSWERS.items()
+    }
+    evaluate(tmp_path, series, f"{node_recording.INTERVAL_SECONDS}s", "1m", cases)
 
 
 def test_the_autoscaler_asks_for_a_metric_that_the_adapter_serves() -> None:

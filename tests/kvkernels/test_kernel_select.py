@@ -23,10 +23,10 @@ from tests.kvkernels.doubles.fake_driver import FakeDriver
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver.for_test(devices=2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(nvrtc, "cached_cubins", lambda name: [b"cubin"])
     monkeypatch.setattr(kernel_select, "LIBRARY", kernel_select.LIBRARY / "not built")
-    fake = FakeDriver(devices=2)
     yield fake
     fake.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.gguf_parts import part_paths
 from numpy.typing import NDArray
 
 MAGIC = b"GGUF"
@@ -36,16 +37,20 @@ UNPACKED = frozenset(
 class TensorInfo:
     """Location and type of a tensor. ``shape`` is in torch's order, the longest stride first."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
-    offset: int  # from the file's beginning
+    offset: int  # from the beginning of ``path``
     size_bytes: int
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata (without lists of strings) and its tensors."""
+    """A file's metadata (without lists of strings) and its tensors.
+
+    ``path`` is the first part of a file that was divided; its metadata are those of the model.
+    """
 
     path: Path
     metadata: dict[str, Any]
@@ -74,34 +79,49 @@ class GgufFile:
     def packed(self, tensor: TensorInfo) -> NDArray[np.uint8]:
         """A tensor's bytes ``[rows, bytes of a row]``, mapped: only the parts read use memory."""
         rows = prod(tensor.shape[:-1])
-        mapped = np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.size_bytes,))
+        mapped = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (tensor.size_bytes,))
         return mapped.reshape(rows, -1)
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read a file's header.
+    """Read the header of a file, or of all parts if ``path`` is one of several.
 
-    Raises ModelUnsupported for a file that is not GGUF, is corrupt, is one part of several, or holds an unsupported
-    quantization.
+    Raises ModelUnsupported for a file that is not GGUF, is corrupt, lacks a part, or holds an unsupported quantization.
     """
+    first, *others = part_paths(path)
+    found = _read_part(first)
+    parts = int(found.metadata.get("split.count", 1) or 1)
+    if parts != 1 + len(others):
+        raise ModelUnsupported(
+            f"{first} is one of {parts} parts, which its name does not tell; name them as llama-gguf-split does, like "
+            f"{first.stem}-00001-of-{parts:05}.gguf"
+        )
+    for number, other in enumerate(others, 1):
+        part = _read_part(other)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, parts):
+            raise ModelUnsupported(f"{other} is not part {number + 1} of the {parts} parts of {first.name}")
+        if twice := found.tensors.keys() & part.tensors.keys():
+            raise ModelUnsupported(f"{other} holds {min(twice)}, which another part of {first.name} holds, too")
+        found.tensors.update(part.tensors)
+    wanted = found.metadata.get("split.tensors.count", len(found.tensors))
+    if wanted != len(found.tensors):
+        raise ModelUnsupported(f"the parts of {first} hold {len(found.tensors)} tensors, and should hold {wanted}")
+    refused = sorted(found.kinds - UNPACKED)
+    if refused:
+        raise ModelUnsupported(
+            f"{first} holds weights quantized as {', '.join(refused)}; supported are {', '.join(sorted(UNPACKED))}"
+        )
+    return found
+
+
+def _read_part(path: Path) -> GgufFile:
     try:
         with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            found = _parse(path, _Cursor(mapped), len(mapped))
+            return _parse(path, _Cursor(mapped), len(mapped))
     except (struct.error, UnicodeDecodeError, IndexError, OverflowError, ValueError) as error:
         raise ModelUnsupported(f"{path} is not a GGUF file, or is damaged: {error}") from error
     except OSError as error:
         raise ModelUnsupported(f"cannot read {path}: {error.strerror}") from error
-    parts = int(found.metadata.get("split.count", 1) or 1)
-    if parts > 1:
-        raise ModelUnsupported(
-            f"{path} is one of {parts} parts; join them first, with llama.cpp's: llama-gguf-split --merge"
-        )
-    refused = sorted(found.kinds - UNPACKED)
-    if refused:
-        raise ModelUnsupported(
-            f"{path} holds weights quantized as {', '.join(refused)}; supported are {', '.join(sorted(UNPACKED))}"
-        )
-    return found
 
 
 class _Cursor:
@@ -162,7 +182,7 @@ def _parse(path: Path, cursor: _Cursor, size: int) -> GgufFile:
     begin = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in entries:
-        found = TensorInfo(name, shape, kind, begin + offset, _size(name, shape, kind))
+        found = TensorInfo(path, name, shape, kind, begin + offset, _size(name, shape, kind))
         if found.offset + found.size_bytes > size:
             raise ValueError(f"it ends at byte {size}, in the middle of {name}")
         tensors[name] = found

@@ -8,25 +8,31 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
+from kvkernels.cpu import quantized_gemm
+from kvkernels.cpu.cpu_library import loaded_library
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.gguf_parts import part_paths
 from kvsidecar.models.model_library import SOURCE, GgufRecord, ModelLibrary, check_disk_space
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_file import GgufFile, read_gguf
 from inference_svc.models.gguf.gguf_weights import GgufWeight, weights_of
 from inference_svc.models.progress_bar import ProgressCallback, progress_bar
-from inference_svc.models.safetensors_writer import SafetensorsWriter, TensorSpec
+from inference_svc.models.safetensors_writer import SafetensorsWriter
 
 log = structlog.get_logger("model")
 
+# The width of weights that keep a file's codes.
+CODES = "codes"
 # Raise it when the converted folders change: older ones are converted again.
 _VERSION = 1
 # Tokens that end a turn, if a chat template uses them; a file's metadata names only one.
@@ -46,14 +52,27 @@ class GgufSource:
 
 def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
     """Read a file's header, or the library's record of it. Raises ModelUnsupported."""
-    library = library or ModelLibrary()
+    library, path = library or ModelLibrary(), part_paths(path)[0]
     known = library.known(path)
     if known is None:
         file = read_gguf(path)
         config_of(file)  # refuse an unsupported model before reading gigabytes for a checksum
         log.info("reading the file's checksum", file=str(path), size=format_size(path.stat().st_size))
-        known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."))
+        coded = any(gguf_codes.is_coded(tensor.kind, tensor.shape) for tensor in file.tensors.values())
+        known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."), coded)
     return GgufSource(path, getattr(torch, known.dtype), known)
+
+
+def check_codes(source: GgufSource | None, name: str, device: torch.device) -> None:
+    """Raise ConfigurationError unless the CPU kernel can multiply a file's own codes. ``source``: None for no file."""
+    if source is None or not source.known.coded:
+        raise ConfigurationError(
+            f"weights is {CODES}, and {name} is no GGUF file with quantized weights; allowed are auto, 16, 8 and 4"
+        )
+    if device.type != "cpu":
+        raise ConfigurationError(f"weights is {CODES}, which is for CPUs, and the device is {device}; use auto")
+    if quantized_gemm.kernel() is None:
+        raise ConfigurationError(f"weights is {CODES}, but {loaded_library().why}; allowed are auto and 16")
 
 
 def _own_dtype(file: GgufFile) -> torch.dtype:
@@ -67,42 +86,49 @@ def convert_gguf(
     dtype: torch.dtype,
     library: ModelLibrary | None = None,
     progress: ProgressCallback | None = None,
+    coded: bool = False,
 ) -> Path:
     """Return the folder of a file's model in a dtype, converting it first if needed.
 
-    ``progress`` gets the number of converted elements and the total. Raises ModelUnsupported, and ConfigurationError if
+    If ``coded``, linear weights keep the file's codes, in the layout of the CPU kernel; others have the dtype.
+    ``progress`` gets the number of written bytes and the total. Raises ModelUnsupported, and ConfigurationError if
     the folder cannot be written.
     """
     library = library or ModelLibrary()
-    target = _place(source, dtype, library.root / "converted")
+    coded = coded and source.known.coded
+    target = _place(source, dtype, library.root / "converted", coded)
     if target.is_dir():
         return target
     with library.building(target) as folder:
         if folder is not None:
             try:
                 with progress_bar("writing the model out") as bar:
-                    _write(source, folder, dtype, progress or bar)
+                    _write(source, folder, dtype, coded, progress or bar)
             except OSError as error:
                 raise ConfigurationError(f"cannot write {target}: {error.strerror or error}") from error
     return target
 
 
-def _place(source: GgufSource, dtype: torch.dtype, parent: Path) -> Path:
+def _place(source: GgufSource, dtype: torch.dtype, parent: Path, coded: bool) -> Path:
     """Path of the converted folder.
 
     An existing folder with the same contents, under any name, else a new one.
     """
-    end = f"{source.known.sha256[:16]}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
+    form = str(dtype).removeprefix("torch.") + ("-codes" if coded else "")
+    end = f"{source.known.sha256[:16]}-{form}-v{_VERSION}"
     found = next(iter(sorted(parent.glob(f"[!.]*-{end}"))), None)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.path.stem).lstrip(".-")[:40]
     return found or parent / f"{name}-{end}"
 
 
-def _write(source: GgufSource, folder: Path, dtype: torch.dtype, progress: ProgressCallback) -> None:
+def _write(source: GgufSource, folder: Path, dtype: torch.dtype, coded: bool, progress: ProgressCallback) -> None:
     file, began = read_gguf(source.path), time.perf_counter()
     config = config_of(file)
     weights = weights_of(file, config)
-    size = sum(w.elements for w in weights) * dtype.itemsize
+    if coded:
+        config.quantization_config = {"quant_method": gguf_codes.METHOD}
+        weights += _tied_head(weights, config)
+    size = sum(weight.spec(dtype, coded).size_bytes for weight in weights)
     check_disk_space(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
     log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
     tokenizer = _tokenizer(file)
@@ -110,21 +136,36 @@ def _write(source: GgufSource, folder: Path, dtype: torch.dtype, progress: Progr
     config.dtype = dtype
     config.save_pretrained(folder)
     _generation(file, config, tokenizer).save_pretrained(folder)
-    _write_weights(file, weights, folder / "model.safetensors", dtype, progress)
+    _write_weights(file, weights, folder / "model.safetensors", dtype, coded, progress)
     about = {"path": str(source.path.resolve()), "sha256": source.known.sha256, "version": _VERSION}
     (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
     log.info("written", folder=str(folder.parent), seconds=round(time.perf_counter() - began, 1))
 
 
+def _tied_head(weights: list[GgufWeight], config: Any) -> list[GgufWeight]:
+    """A tied head's codes, which the embedding, whose rows are looked up, does not have."""
+    if not config.tie_word_embeddings:
+        return []
+    embedding = next(weight for weight in weights if weight.name == "model.embed_tokens.weight")
+    head = replace(embedding, name="lm_head.weight", linear=True)
+    return [head] if head.coded else []
+
+
 def _write_weights(
-    file: GgufFile, weights: list[GgufWeight], target: Path, dtype: torch.dtype, progress: ProgressCallback
+    file: GgufFile,
+    weights: list[GgufWeight],
+    target: Path,
+    dtype: torch.dtype,
+    coded: bool,
+    progress: ProgressCallback,
 ) -> None:
-    done, total = 0, sum(weight.elements for weight in weights)
-    with SafetensorsWriter(target, [TensorSpec(weight.name, dtype, tuple(weight.shape)) for weight in weights]) as out:
-        for weight in weights:
-            for piece in weight.pieces(file, dtype):
-                out.write(weight.name, piece)
-                done += piece.numel()
+    specs = [weight.spec(dtype, coded) for weight in weights]
+    done, total = 0, sum(spec.size_bytes for spec in specs)
+    with SafetensorsWriter(target, specs) as out:
+        for weight, spec in zip(weights, specs, strict=True):
+            for piece in weight.pieces(file, dtype, coded):
+                out.write(spec.name, piece)
+                done += piece.nbytes
                 progress(done, total)
 
 

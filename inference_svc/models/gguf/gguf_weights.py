@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
+from kvkernels.cpu.quantized_gemm import OUTPUTS
 from kvsidecar.errors import ModelUnsupported
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.gguf.gguf_config import ROPE_TENSORS
 from inference_svc.models.gguf.gguf_file import GgufFile, TensorInfo
+from inference_svc.models.safetensors_writer import TensorSpec
 
 # Elements that are unpacked at once: 16 MiB of float32.
 _PIECE_ELEMENTS = 1 << 22
@@ -33,25 +36,45 @@ class GgufWeight:
     source: TensorInfo
     heads: int = 0  # number of heads whose rows must be reordered from llama.cpp's order; 0: none
     less: float = 0.0  # subtracted from the values
+    linear: bool = False  # the weight of a linear layer
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
 
-    def pieces(self, file: GgufFile, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield the weight as consecutive flat tensors."""
-        packed = file.packed(self.source)
-        # Rows are reordered while packed: this moves a quarter of the bytes, and does not need the whole tensor.
-        order = row_order(len(packed), self.heads) if self.heads and len(self.shape) > 1 else None
-        step = max(1, _PIECE_ELEMENTS // self.shape[-1])
-        for at in range(0, len(packed), step):
-            rows = packed[at : at + step] if order is None else packed[order[at : at + step]]
-            values = np.array(dequantize(np.ascontiguousarray(rows), self.source.kind), np.float32)
+    @property
+    def coded(self) -> bool:
+        """True if the CPU kernel multiplies the weight in the file's own codes."""
+        return self.linear and gguf_codes.is_coded(self.source.kind, self.shape)
+
+    def spec(self, dtype: torch.dtype, coded: bool) -> TensorSpec:
+        """Tensor of the weight in a converted folder."""
+        if not (coded and self.coded):
+            return TensorSpec(self.name, dtype, self.shape)
+        name = f"{self.name.removesuffix('weight')}codes{gguf_codes.CODED[self.source.kind].bits}"
+        return TensorSpec(name, torch.uint8, gguf_codes.stored_shape(self.source.kind, self.shape))
+
+    def pieces(self, file: GgufFile, dtype: torch.dtype, coded: bool = False) -> Iterator[Tensor]:
+        """Yield the weight as consecutive flat tensors: values in ``dtype``, or the bytes of its codes."""
+        for rows in self._rows(file):
+            if coded and self.coded:
+                yield gguf_codes.pack_rows(rows, self.source.kind).data.view(-1)
+                continue
+            values = np.array(dequantize(rows, self.source.kind), np.float32)
             if self.heads and len(self.shape) == 1:  # a bias: its channels have the order of rows
                 values = values.reshape(-1)[row_order(self.shape[0], self.heads)]
             if self.less:
                 values -= np.float32(self.less)
             yield torch.from_numpy(values).to(dtype).reshape(-1)
+
+    def _rows(self, file: GgufFile) -> Iterator[NDArray[np.uint8]]:
+        """Yield the packed rows, in transformers' order, in pieces of a multiple of the kernel's strips."""
+        packed = file.packed(self.source)
+        # Rows are reordered while packed: this moves a quarter of the bytes, and does not need the whole tensor.
+        order = row_order(len(packed), self.heads) if self.heads and len(self.shape) > 1 else None
+        step = max(1, _PIECE_ELEMENTS // self.shape[-1] // OUTPUTS) * OUTPUTS
+        for at in range(0, len(packed), step):
+            yield np.ascontiguousarray(packed[at : at + step] if order is None else packed[order[at : at + step]])
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
@@ -82,7 +105,8 @@ def weights_of(file: GgufFile, config: Any) -> list[GgufWeight]:
                 f"{file.path} has {theirs} in the shape {list(source.shape)}; its model needs {list(parameter.shape)}"
             )
         used.add(source.name)
-        out.append(_weight(file, config, name, source))
+        linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        out.append(_weight(file, config, name, source, linear and name.endswith(".weight")))
     left = sorted(file.tensors.keys() - used)
     if left:
         raise ModelUnsupported(
@@ -91,14 +115,14 @@ def weights_of(file: GgufFile, config: Any) -> list[GgufWeight]:
     return out
 
 
-def _weight(file: GgufFile, config: Any, name: str, source: TensorInfo) -> GgufWeight:
+def _weight(file: GgufFile, config: Any, name: str, source: TensorInfo, linear: bool) -> GgufWeight:
     heads = 0
     if file.architecture in _PAIRED and ".q_proj." in name:
         heads = int(config.num_attention_heads)
     elif file.architecture in _PAIRED and ".k_proj." in name:
         heads = int(config.num_key_value_heads)
     less = 1.0 if file.architecture in _ONE_ADDED and name.endswith("norm.weight") else 0.0
-    return GgufWeight(name, source.shape, source, heads, less)
+    return GgufWeight(name, source.shape, source, heads, less, linear)
 
 
 def _arch(file: GgufFile) -> MODEL_ARCH:

@@ -86,9 +86,10 @@ class _Counting:
         recipe, materials = self._recipe, self._materials
         inputs, outputs = linears[0].in_features, sum(linear.out_features for linear in linears)
         full = [prefix + name for name in names]
-        groups = {materials.group(name) for name in full}
-        if len(groups) == 1 and (group := groups.pop()):
-            return padded(quantized_gemm.size_bytes(inputs, outputs, 4, group))
+        forms = [form for form in map(materials.form, full) if form is not None]
+        if len(forms) == len(full):
+            bits, group = max(bits for bits, _ in forms), min(group for _, group in forms)
+            return padded(quantized_gemm.size_bytes(inputs, outputs, bits, group))
         found = quantization_of(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
         if found is not None:
             return padded(quantized_gemm.size_bytes(inputs, outputs, *found))

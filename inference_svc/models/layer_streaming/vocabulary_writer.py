@@ -26,6 +26,7 @@ class VocabularyWriter:
 
     def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: WeightSource, out: LayerWriter) -> None:
         self._dtype, self._materials, self._out = dtype, materials, out
+        self._stored = materials.form(HEAD.removesuffix(".")) is not None
         self._embedding, self._head = model.model.embed_tokens.weight.shape, model.lm_head
         kept = quantization_of(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
         self._kept = kept
@@ -38,7 +39,8 @@ class VocabularyWriter:
         name = f"{EMBEDDING}weight"
         kept = self._kept_as(name, self._embedding)
         plain = self._plain_region(kept)
-        head = self._head_region(kept) if tied and (self._kept or self._dense) else None
+        made = tied and not self._stored and (self._kept or self._dense)
+        head = self._head_region(kept) if made else None
         for rows in self._materials.rows(name, self._embedding):
             plain.add(_bytes(rows.to(f32_gemm.value_dtype(kept))))
             if head is not None:
@@ -46,6 +48,8 @@ class VocabularyWriter:
         embedding = plain.done()
         if not tied:
             return embedding, None
+        if self._stored:
+            return embedding, self._stored_head()
         self._bias()
         if head is not None:
             return embedding, head.done()
@@ -55,6 +59,8 @@ class VocabularyWriter:
 
     def head(self) -> StoredWeight:
         """Write an untied head."""
+        if self._stored:
+            return self._stored_head()
         self._bias()
         name = f"{HEAD}weight"
         rows = self._materials.rows(name, self._head.weight.shape)
@@ -65,6 +71,15 @@ class VocabularyWriter:
         for some in rows:
             region.add(self._made(some, region.form))
         return region.done()
+
+    def _stored_head(self) -> StoredWeight:
+        """Write a head that is quantized in the checkpoint."""
+        holder = nn.ModuleDict({HEAD.removesuffix("."): self._head})
+        self._materials.fill(holder, "")
+        (head,) = holder.values()
+        if isinstance(head.bias, Tensor):
+            self._out.vectors[f"{HEAD}bias"] = head.bias.detach().clone()
+        return self._out.put(bytes_of(head), form_of(head))
 
     def _bias(self) -> None:
         if self._head.bias is not None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from kvkernels.awq_dequantize import reference_weight
 from kvkernels.cpu import f32_gemm
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
@@ -42,8 +41,8 @@ class WeightSource(Protocol):
         """
         ...
 
-    def group(self, linear: str) -> int:
-        """Group size of a linear layer that stays at 4 bits; 0 for others."""
+    def form(self, linear: str) -> tuple[int, int] | None:
+        """Bits and group size of a linear layer that stays quantized; None for others."""
         ...
 
 
@@ -67,7 +66,7 @@ def set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 class CheckpointWeights:
     """Weights of a folder of safetensors.
 
-    AutoAWQ's 4-bit weights stay packed if ``keep`` supports their layer.
+    Quantized weights stay packed if ``keep`` supports their layer.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.LinearFactory | None) -> None:
@@ -103,10 +102,10 @@ class CheckpointWeights:
         # For most weights the first row already shows that they cannot be stored as codes.
         return f32_gemm.storage_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
 
-    def group(self, linear: str) -> int:
+    def form(self, linear: str) -> tuple[int, int] | None:
         if self._keep is None or not awq_checkpoint.is_packed(self._where, linear):
-            return 0
-        return awq_checkpoint.group_in(self._where, linear)
+            return None
+        return awq_checkpoint.form_in(self._where, linear)
 
     def _tensor(self, name: str, shape: torch.Size) -> Tensor:
         self._check(name, shape)
@@ -126,7 +125,7 @@ class CheckpointWeights:
             set_parameter(
                 module,
                 f"{name}.weight".lstrip("."),
-                reference_weight(*awq_checkpoint.with_float32_scales(parts)).to(self._dtype),
+                awq_checkpoint.dequantize(parts).to(self._dtype),
             )
         else:
             module.set_submodule(name, layer)
@@ -154,8 +153,8 @@ class RandomWeights:
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
         return "bfloat16"
 
-    def group(self, linear: str) -> int:
-        return 0
+    def form(self, linear: str) -> tuple[int, int] | None:
+        return None
 
 
 def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:

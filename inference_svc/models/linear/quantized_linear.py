@@ -65,9 +65,9 @@ class QuantizedLinear(nn.Module):
 def can_join(parts: Sequence[nn.Module]) -> bool:
     """True if layers over the same input can be joined.
 
-    All of them must be quantized alike, or none.
+    All of them must be quantized, or none.
     """
-    return len({(p.quantized.bits, p.quantized.group) if isinstance(p, QuantizedLinear) else None for p in parts}) == 1
+    return len({isinstance(part, QuantizedLinear) for part in parts}) == 1
 
 
 def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
@@ -84,7 +84,7 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> in
     ``auto`` is the stored width if there are kernels for it, else 16. Raises ConfigurationError for a width that the
     device does not support.
     """
-    if wanted == "auto":
+    if wanted in ("auto", "codes"):
         return stored if device.type != "cpu" or quantized_gemm.kernel() is not None else 16
     width = int(wanted)
     if width == 8 and stored == 4:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvkernels.cpu.cpu_library import Kernel, KernelCall, load_kernel, loaded_library
 
 BITS = (4, 8)
-GROUPS = (32, 64, 128)
+GROUPS = (16, 32, 64, 128)
 # Activations of a row that share a scale.
 BLOCK = 64
 # Outputs per strip.
@@ -63,6 +63,11 @@ def serves(inputs: int, outputs: int, group: int) -> bool:
 def size_bytes(inputs: int, outputs: int, bits: int, group: int) -> int:
     """Return the packed size in bytes of a weight that the kernel supports."""
     return outputs // OUTPUTS * (inputs // group) * (group * OUTPUTS * bits // 8 + _PARAMETER_BYTES)
+
+
+def group_of(group_bytes: int, bits: int) -> int:
+    """Return the inputs of a group that takes ``group_bytes`` in a strip."""
+    return (group_bytes - _PARAMETER_BYTES) * 8 // (OUTPUTS * bits)
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,19 @@ def _quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     return pack(codes.view(weight.shape), scales, zeros, bits)
 
 
+def widen(weight: QuantizedWeight, bits: int, group: int) -> QuantizedWeight:
+    """Return the same values with codes of more ``bits`` and in a smaller ``group``."""
+    if (bits, group) == (weight.bits, weight.group):
+        return weight
+    codes, scales, zeros = unpack(weight)
+    times = weight.group // group
+    return pack(codes, scales.repeat_interleave(times, 1), zeros.repeat_interleave(times, 1), bits)
+
+
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights with the same inputs, groups and bits along their outputs."""
+    """Concatenate weights with the same inputs along their outputs, at the widest bits and in the smallest group."""
+    bits, group = max(part.bits for part in parts), min(part.group for part in parts)
+    parts = [widen(part, bits, group) for part in parts]
     first = parts[0]
     data = first.data if len(parts) == 1 else torch.cat([part.data for part in parts])
     return QuantizedWeight(data, first.inputs, first.group, first.bits)

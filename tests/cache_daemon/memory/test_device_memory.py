@@ -20,7 +20,7 @@ CHUNK = bytes(range(1, 256)) * 4096
 
 @pytest.fixture
 def driver() -> Iterator[FakeDriver]:
-    fake = FakeDriver()
+    fake = FakeDriver.for_test()
     yield fake
     fake.close()
 

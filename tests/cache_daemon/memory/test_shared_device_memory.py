@@ -31,7 +31,7 @@ def environment(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     if request.param == "cuda":
         yield dict(os.environ)
         return
-    driver = FakeDriver()
+    driver = FakeDriver.for_test()
     yield {**os.environ, "KVSIDECAR_FAKE_DRIVER": "1"}
     driver.close()
 

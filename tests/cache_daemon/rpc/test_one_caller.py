@@ -196,3 +196,41 @@ def test_silent_connections_to_the_metrics_port_hold_few_threads(start: Callable
     finally:
         for one in silent:
             one.close()
+
+
+def pin(stub: Any, namespace: bytes, prefix_hash: bytes) -> None:
+    prefix = pb.PrefixRef(namespace=namespace, prefix_hash=prefix_hash)
+    assert stub.Pin(pb.PinRequest(prefix=prefix), timeout=10).chunks == 1
+
+
+def test_pins_and_leases_of_one_guest_leave_the_cache_to_others(start: Callable[..., Node], tmp_path: Path) -> None:
+    node = start(arena_bytes="4MiB", store_bytes="16MiB", shared_socket=tmp_path / "shared.sock")
+    guest, worker = Guest(tmp_path / "shared.sock"), Peer(node, "guest", geometry=WIDE)
+    texts = [[n] * 4 for n in range(12)]  # 256 KiB each
+    hashes = [worker.put(ids) for ids in texts]
+    node.settle()
+    for prefix_hash in hashes[:8]:
+        pin(guest.stub, worker.namespace, prefix_hash)
+    code, why = code_of(lambda: pin(guest.stub, worker.namespace, hashes[8]))
+    assert (code, "this caller may pin 2.0 MiB" in why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    for prefix_hash in hashes[8:]:
+        pin(worker.stub, worker.namespace, prefix_hash)
+    welcome, _, _ = guest.welcomed()
+    requests = [pb.MatchRequest(session_id=welcome.session_id, token_ids=ids) for ids in texts]
+    found = [guest.stub.Match(request, timeout=10).matched_tokens for request in requests]
+    assert sum(found) == 4 * 4, "a quarter of the arena"
+    for n in range(100, 112):
+        worker.put([n] * 4)
+        found_again = worker.match([n] * 4)
+        assert found_again.matched_tokens == 4
+        worker.release(found_again)
+    guest.close()
+    worker.close()
+    node.restart_daemon()
+    guest, worker = Guest(tmp_path / "shared.sock"), Peer(node, "guest", geometry=WIDE)
+    assert worker.stats().pinned_bytes == 3 * MEBIBYTE
+    new = worker.put([200] * 4)
+    code, why = code_of(lambda: pin(guest.stub, worker.namespace, new))
+    assert (code, "this caller may pin" in why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True), "its pins still count"
+    guest.close()
+    worker.close()

@@ -83,8 +83,12 @@ def write(
     quantization: gguf.GGMLQuantizationType | None = None,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    packed: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
 ) -> Path:
-    """Writes a model to a file; its matrices quantized, its own values then changed to the rounded ones."""
+    """Writes a model to a file; its matrices quantized, its own values then changed to the rounded ones.
+
+    ``packed`` are matrices that are quantized already, by the names in the file.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     names = gguf.get_tensor_name_map(
@@ -117,6 +121,13 @@ def write(
             continue
         values = parameter.numpy().copy()
         theirs = names.get_name(key=name, try_suffixes=(".weight", ".bias"))
+        if packed is not None and theirs in packed:
+            rows, kind = packed[theirs]
+            if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+                heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+                rows = turned(rows, heads)
+            writer.add_tensor(theirs, rows, raw_dtype=kind)
+            continue
         if quantization is not None and values.ndim > 1:
             packed = gguf.quantize(values, quantization)
             parameter.copy_(torch.from_numpy(gguf.dequantize(packed, quantization)))

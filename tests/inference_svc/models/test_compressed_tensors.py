@@ -166,4 +166,4 @@ def test_parts_that_do_not_fit_and_an_order_of_inputs_are_refused(tmp_path: Path
 def test_estimating_a_damaged_layer_says_what_is_wrong_with_it(tensors: Tensors, tmp_path: Path) -> None:
     save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelUnsupported, match="layer"):
-        awq_checkpoint.group_in(awq_checkpoint.tensor_files(tmp_path), "layer")
+        awq_checkpoint.form_in(awq_checkpoint.tensor_files(tmp_path), "layer")

@@ -289,7 +289,7 @@ def test_a_quantization_of_the_future_is_refused_by_its_number(tmp_path: Path) -
     [
         ("rwkv7", {}, "the architecture 'rwkv7'; supported in GGUF are llama"),
         ("llama", {"llama__expert_count": 8}, "a mixture of 8 experts"),
-        ("llama", {"split__count": 3}, "one of 3 parts"),
+        ("llama", {"split__count": 3}, "one of 3 parts, which its name does not tell"),
         ("llama", {}, "has no llama.attention.head_count"),
     ],
 )

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kvkernels.doubles.card import H100
 
@@ -29,6 +30,13 @@ def compiled(name: str, soname: str = "") -> ctypes.CDLL:
 
 class FakeDriver:
     """Controls the fake driver. It stays loaded, without devices, after ``close``."""
+
+    @classmethod
+    def for_test(cls, devices: int = 1) -> FakeDriver:
+        """Make the driver for a test, which is skipped where this process may have loaded a real one."""
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU here")
+        return cls(devices)
 
     def __init__(self, devices: int = 1, shared_bytes: int = H100.shared_bytes) -> None:
         self._c = compiled("fake_driver", "libcuda.so.1")

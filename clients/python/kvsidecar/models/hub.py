@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.gguf_parts import first_parts, part_names
 
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
@@ -26,7 +27,7 @@ class HubSelection:
     commit: str
     files: tuple[str, ...]
     size_bytes: int
-    gguf: str  # the GGUF file among them; empty when they are safetensors
+    gguf: str  # the GGUF file among them, or its first part; empty when they are safetensors
     licence: str
 
 
@@ -53,14 +54,14 @@ def select_files(name: str) -> HubSelection:
 
 
 def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], str]:
-    packed = sorted(f for f in files if f.endswith(".gguf"))
+    packed = first_parts(f for f in files if f.endswith(".gguf"))
     if not wanted and any(f.endswith(".safetensors") and "/" not in f for f in files):
         plain = [f for f in files if "/" not in f and f != "consolidated.safetensors"]
         return [f for f in plain if any(fnmatch.fnmatch(f, pattern) for pattern in _WANTED)], ""
     fitting = [f for f in packed if wanted.lower() in re.split(r"[.-]", f.lower())] if wanted else packed
     if len(fitting) == 1:
         notes = [f for f in files if fnmatch.fnmatch(f, "LICENSE*") or fnmatch.fnmatch(f, "NOTICE*")]
-        return [fitting[0], *notes], fitting[0]
+        return [*part_names(fitting[0]), *notes], fitting[0]
     if not packed:
         raise ModelUnsupported(f"{repository} holds neither safetensors nor GGUF files")
     raise ModelUnsupported(

@@ -22,6 +22,7 @@ from typing import Any
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, UnknownModel
+from kvsidecar.models.gguf_parts import part_paths
 from kvsidecar.process.runtime_dir import default_data_dir
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -50,6 +51,7 @@ class GgufRecord:
     modified_ns: int
     sha256: str
     dtype: str  # of its weights, or the one that they are converted to
+    coded: bool  # some weights are quantized such that the CPU kernel multiplies their codes
 
 
 @dataclass(frozen=True)
@@ -170,19 +172,23 @@ class ModelLibrary:
     # ---- files that were read before ------------------------------------------------------------------------
 
     def known(self, file: Path) -> GgufRecord | None:
-        """Return the record of a file, if the file is unchanged."""
+        """Return the record of a file with all its parts, if they are unchanged."""
         found = _read_json(self._note_of(file))
         try:
             known = GgufRecord(**found)
         except TypeError:
             return None
-        stat = file.stat()
-        return known if (known.size_bytes, known.modified_ns) == (stat.st_size, stat.st_mtime_ns) else None
+        try:
+            return known if (known.size_bytes, known.modified_ns) == _size_and_time(file) else None
+        except OSError:
+            return None
 
-    def remember(self, file: Path, dtype: str) -> GgufRecord:
-        """Compute a file's checksum, and store its record."""
-        stat = file.stat()
-        known = GgufRecord(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
+    def remember(self, file: Path, dtype: str, coded: bool) -> GgufRecord:
+        """Compute a file's checksum, and store its record. The checksum of several parts is that of their checksums."""
+        size, modified = _size_and_time(file)
+        sums = [sha256_of(part) for part in part_paths(file)]
+        whole = sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+        known = GgufRecord(size, modified, whole, dtype, coded)
         note = self._note_of(file)
         fresh = note.with_suffix(f".{os.getpid()}")
         try:
@@ -239,6 +245,12 @@ def sha256_of(file: Path) -> str:
 def size_of(folder: Path) -> int:
     """Return the total bytes of all files below a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Return the bytes of a file with all its parts, and when one changed last."""
+    stats = [part.stat() for part in part_paths(file)]
+    return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
 def _made_of(source: dict[str, Any], folder: Path) -> bool:

@@ -60,7 +60,7 @@ def written(folder: Path, kind: str | None, tied: bool = True) -> str:
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("kind", "tied"), [("Q4_0", True), ("Q5_1", False), ("Q8_0", True), (None, False)])
-def test_a_gguf_files_codes(
+def test_codes_recovered_from_the_values_of_a_gguf_file(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, tied: bool
 ) -> None:
     name = written(tmp_path, kind, tied)
@@ -75,6 +75,21 @@ def test_a_gguf_files_codes(
     model.streamed.close()
     resident = computed(load(name, device="cpu", dtype="float32"))
     assert all(torch.equal(a, b) for a, b in zip(got, resident, strict=True))
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("kind", "bits", "tied"), [("Q4_0", 4, True), ("Q5_1", 8, False)])
+def test_a_gguf_files_own_codes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, bits: int, tied: bool
+) -> None:
+    model, want = streamed(monkeypatch, written(tmp_path, kind, tied), weights="codes")
+    agrees(model, want)
+    assert model.streamed is not None
+    index = model.streamed.file.index
+    forms = [stored.form for layer in index.layers for stored in layer.values()]
+    assert {(form.kind, form.bits, form.group) for form in forms} == {("quantized", bits, 32)}
+    assert index.head.form.kind == "dense", "its 2,100 rows are no multiple of the kernel's strips"
+    model.streamed.close()
 
 
 @NEEDS_KERNELS
