@@ -174,7 +174,8 @@ def test_the_fleets_log_has_what_the_nodes_log_has_and_the_node(fleet: Fleet, pa
     line, deadline = None, time.monotonic() + 20
     while line is None:
         said = [json.loads(line) for line in fleet.nodes[0].read_log().splitlines() if name in line]
-        line = said[0] if said else None
+        # The node that answered logs the same id, and may be this one.
+        line = next((one for one in said if "node" in one), None)
         assert time.monotonic() < deadline
     assert line["node"] in [gateway.url for gateway in fleet.gateways]
     assert (line["model"], line["tries"], line["status"]) == ("demo", 1, 200)
@@ -248,7 +249,7 @@ def test_a_reason_comes_from_the_node_that_answered(fleet: Fleet) -> None:
     front, body = fleet.fronts[0], {"model": "demo", "prompt": "a prompt that no node has seen " * 8, "max_tokens": 1}
     headers = {"X-Request-Id": "through-the-fleet", "X-KVSidecar-Explain": "true"}
     answer = httpx.post(f"{front.url}/v1/completions", json=body, headers=headers)
-    assert answer.headers["X-KVSidecar-Miss"].startswith("never_seen; position=0; ")
+    assert answer.headers["X-KVSidecar-Miss"].startswith("never_seen; position=")
     for name in (answer.json()["id"], "through-the-fleet"):
         assert why(front, name).json()["miss"]["kind"] == "never_seen"
     done = CliRunner().invoke(app, ["why", "--url", front.url, answer.json()["id"]])
