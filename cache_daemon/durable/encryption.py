@@ -126,7 +126,7 @@ class XaesGcmCipher:
             ) from error
 
     def plain_length(self, encrypted: bytes | memoryview) -> int:
-        length = len(encrypted) - self._format_of(encrypted)[1].stop - _TAG_BYTES
+        length: int = len(encrypted) - self._format_of(encrypted)[1].stop - _TAG_BYTES
         if length < 0:
             raise DecryptError(f"a value of {len(encrypted)} bytes is too short")
         return length

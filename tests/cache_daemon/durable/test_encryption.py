@@ -63,7 +63,7 @@ def test_every_flipped_bit_of_a_value_is_noticed() -> None:
         broken = bytearray(whole)
         broken[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DecryptError):
-            cipher.decrypt(b"p", memoryview(broken), memoryview(bytearray(cipher.plain_length(broken))))
+            cipher.decrypt(b"p", memoryview(broken), memoryview(bytearray(cipher.plain_length(memoryview(broken)))))
     for length in range(len(whole)):
         target = memoryview(bytearray(max(0, length - cipher.max_overhead)))
         with pytest.raises(DecryptError):
@@ -101,10 +101,12 @@ def test_the_previous_version_finds_new_values_corrupt(tmp_path: Path, monkeypat
     puts = chain(4)
     tier = opened(tmp_path, key=KEY)
     store(tier, *puts)
+    tier.apply(WriteGroup(notes={b"verdict": b"passed"}))
     tier.close()
     monkeypatch.setattr("cache_daemon.durable.lmdb_tier.cipher_for", AesGcmCipher)
     tier = opened(tmp_path, key=KEY)
     assert set(read(tier, *puts)) == {ReadResult.MISSING}
+    assert tier.notes() == {}
     store(tier, *puts)
     assert set(read(tier, *puts)) == {ReadResult.OK}
     tier.close()

@@ -63,7 +63,7 @@ def test_every_flipped_bit_is_noticed() -> None:
         broken[bit // 8] ^= 1 << bit % 8
         with pytest.raises(InvalidTag):
             XaesGcm(key).decrypt_into(
-                broken[:NONCE_BYTES], broken[NONCE_BYTES:], aad, memoryview(bytearray(len(PLAIN)))
+                bytes(broken[:NONCE_BYTES]), bytes(broken[NONCE_BYTES:]), aad, memoryview(bytearray(len(PLAIN)))
             )
 
 
