@@ -81,11 +81,12 @@ class MissExplainer:
         known_tokens: int = 0,
         *,
         across_tenants: bool = False,
+        load_slower: bool = False,
     ) -> pb.MissReason | None:
         """Report why a match ended before the prompt's last token, and remember the prompt.
 
-        ``matches`` are the last chunks of the prefix, which has ``matched_tokens`` in all. Returns None if the whole
-        prompt matched.
+        ``matches`` are the last chunks of the prefix, which has ``matched_tokens`` in all. ``load_slower`` as in
+        ``FetchResult``. Returns None if the whole prompt matched.
         """
         tags = self._tags.tag(ids[: MAX_TAGGED_TOKENS * keys.TOKEN_BYTES])
         tokens, account = len(ids) // keys.TOKEN_BYTES, self._tiers.accounts.account_of(owner.tenant_id).id
@@ -93,6 +94,8 @@ class MissExplainer:
         reason = None
         if found < tokens - 1:  # the last token is always computed
             reason = self._lost(owner, ids, matches, matched_tokens) if matched_tokens >= known_tokens else None
+            if load_slower:
+                reason = pb.MissReason(kind=pb.MISS_KIND_LOAD_SLOWER, position=found, by="remote")
             reason = reason or self._seen(owner, tags, tokens, found, across_tenants)
             self._finish(reason, owner, account, ids, matches, matched_tokens)
         self.prompts.add(account, owner.root, tags, self._tiers.clock(), tokens)

@@ -1,8 +1,11 @@
-"""Encryption at rest: AES-256-GCM over headers, notes and payloads (NIST SP 800-38D).
+"""Encryption at rest: XAES-256-GCM over headers, notes and payloads (``xaes_gcm.py``).
 
-Every value has its own random nonce of 96 bits. Its associated data names its database and key, so an attacker cannot
-exchange two values. Database keys are not encrypted: they are hashes, and reveal nothing to a reader who cannot guess
-the tokens. Encryption follows compression, because encrypted bytes do not compress.
+An encrypted value is the mark ``XAES256G``, a random nonce of 192 bits, the ciphertext and a tag of 16 bytes. Earlier
+versions wrote AES-256-GCM (NIST SP 800-38D): a random nonce of 96 bits, ciphertext and tag. Such values stay readable.
+
+The associated data of a value names its database and key, so an attacker cannot exchange two values. Database keys are
+not encrypted: they are hashes, and reveal nothing to a reader who cannot guess the tokens. Encryption follows
+compression, because encrypted bytes do not compress.
 """
 
 from __future__ import annotations
@@ -13,13 +16,22 @@ import os
 import stat
 import string
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvsidecar.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    from cache_daemon.durable.xaes_gcm import XaesGcm
+
 KEY_BYTES = 32
 _PRINTABLE = frozenset(string.printable.encode())
-_NONCE_BYTES, _TAG_BYTES, _SALT_BYTES = 12, 16, 16
+_SALT_BYTES = 16
+# The nonce of an AES-GCM value begins with the mark once in 2^64 values; such a value counts as corrupt.
+_MARK = b"XAES256G"
+_XAES_NONCE_BYTES, _AES_NONCE_BYTES, _TAG_BYTES = 24, 12, 16
+_XAES_NONCE, _AES_NONCE = slice(len(_MARK), len(_MARK) + _XAES_NONCE_BYTES), slice(0, _AES_NONCE_BYTES)
 
 
 class DecryptError(Exception):
@@ -29,15 +41,20 @@ class DecryptError(Exception):
 class Cipher(Protocol):
     """Protection of stored values.
 
-    ``place`` (database name and key) is authenticated with the value.
+    ``place`` (database name and key) is authenticated with the value. ``max_overhead`` is the number of bytes that
+    encryption adds, or added in an earlier version, at most; 0 without encryption.
     """
 
-    overhead: int
+    max_overhead: int
 
     def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview: ...
 
     def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
-        """Fill ``target``, ``overhead`` bytes shorter than ``encrypted``. Raises DecryptError."""
+        """Fill ``target``, which has the value's ``plain_length``. Raises DecryptError."""
+        ...
+
+    def plain_length(self, encrypted: bytes | memoryview) -> int:
+        """Return the decrypted length of a value. Raises DecryptError when it is too short."""
         ...
 
     def new_key_check(self) -> bytes:
@@ -50,13 +67,16 @@ class Cipher(Protocol):
 class NullCipher:
     """No encryption: values are stored unchanged."""
 
-    overhead = 0
+    max_overhead = 0
 
     def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
         return plain
 
     def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
         target[:] = encrypted
+
+    def plain_length(self, encrypted: bytes | memoryview) -> int:
+        return len(encrypted)
 
     def new_key_check(self) -> bytes:
         return b"none"
@@ -65,13 +85,13 @@ class NullCipher:
         return check == b"none"
 
 
-class AesGcmCipher:
-    """AES-256-GCM.
+class XaesGcmCipher:
+    """Encrypts with XAES-256-GCM; decrypts that and AES-256-GCM.
 
     Raises ConfigurationError for a key of another length, or without the package ``cryptography``.
     """
 
-    overhead = _NONCE_BYTES + _TAG_BYTES
+    max_overhead = _XAES_NONCE.stop + _TAG_BYTES
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -79,26 +99,43 @@ class AesGcmCipher:
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+            from cache_daemon.durable.xaes_gcm import XaesGcm
         except ImportError as error:
             raise ConfigurationError(
                 "an encrypted store needs the package 'cryptography'; pip install 'kvsidecar[encryption]'"
             ) from error
-        self._key, self._cipher, self._refused = key, AESGCM(key), InvalidTag
+        # Two algorithms never use one key.
+        xaes_key = hmac.digest(key, b"kvsidecar store XAES-256-GCM", hashlib.sha256)
+        self._key, self._xaes, self._aes, self._refused = key, XaesGcm(xaes_key), AESGCM(key), InvalidTag
 
     def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
-        encrypted = bytearray(len(plain) + self.overhead)
-        encrypted[:_NONCE_BYTES] = os.urandom(_NONCE_BYTES)
-        whole = memoryview(encrypted)
-        self._cipher.encrypt_into(whole[:_NONCE_BYTES], plain, place, whole[_NONCE_BYTES:])
-        return whole
+        encrypted = memoryview(bytearray(len(plain) + self.max_overhead))
+        nonce = os.urandom(_XAES_NONCE_BYTES)
+        encrypted[: _XAES_NONCE.stop] = _MARK + nonce
+        self._xaes.encrypt_into(nonce, plain, place, encrypted[_XAES_NONCE.stop :])
+        return encrypted
 
     def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
+        aead, nonce = self._format_of(encrypted)
         try:
-            self._cipher.decrypt_into(encrypted[:_NONCE_BYTES], encrypted[_NONCE_BYTES:], place, target)
+            aead.decrypt_into(encrypted[nonce], encrypted[nonce.stop :], place, target)
         except (self._refused, ValueError) as error:
             raise DecryptError(
                 f"a value of {len(encrypted)} bytes is not sealed for this place with this key"
             ) from error
+
+    def plain_length(self, encrypted: bytes | memoryview) -> int:
+        length: int = len(encrypted) - self._format_of(encrypted)[1].stop - _TAG_BYTES
+        if length < 0:
+            raise DecryptError(f"a value of {len(encrypted)} bytes is too short")
+        return length
+
+    def _format_of(self, encrypted: bytes | memoryview) -> tuple[AESGCM | XaesGcm, slice]:
+        """Return the algorithm of a value and the position of its nonce."""
+        if encrypted[: len(_MARK)] == _MARK:
+            return self._xaes, _XAES_NONCE
+        return self._aes, _AES_NONCE
 
     def new_key_check(self) -> bytes:
         salt = os.urandom(_SALT_BYTES)
@@ -113,7 +150,7 @@ class AesGcmCipher:
 
 def cipher_for(key: bytes | None) -> Cipher:
     """Return the cipher for a key; None is no encryption. Raises ConfigurationError."""
-    return NullCipher() if key is None else AesGcmCipher(key)
+    return NullCipher() if key is None else XaesGcmCipher(key)
 
 
 def parse_key(text: bytes, source: str) -> bytes:

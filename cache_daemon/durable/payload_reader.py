@@ -89,23 +89,23 @@ class PayloadReader:
 
     def _fill(self, job: ReadJob, entry: StoredEntry) -> bool:
         """Fill the target; False when lengths differ. Raises OSError, ValueError, DecryptError."""
-        overhead = self._cipher.overhead
+        is_encrypted = self._cipher.max_overhead > 0
         is_raw = entry.codec == payload_codec.RAW
-        if is_raw and entry.stored_length != len(job.target) + overhead:
+        if is_raw and not len(job.target) <= entry.stored_length <= len(job.target) + self._cipher.max_overhead:
             return False
-        if is_raw and not overhead:
+        if is_raw and not is_encrypted:
             return entry.file.read_into(job.target, entry.offset)
         stored = _scratch("stored", entry.stored_length)
         if not entry.file.read_into(stored, entry.offset):
             return False
-        if not overhead:
+        if not is_encrypted:
             payload_codec.decompress(stored, job.target)
             return True
         place = PAYLOADS + b"\0" + job.prefix_hash
         if is_raw:
             self._cipher.decrypt(place, stored, job.target)
             return True
-        packed = _scratch("packed", entry.stored_length - overhead)
+        packed = _scratch("packed", self._cipher.plain_length(stored))
         self._cipher.decrypt(place, stored, packed)
         payload_codec.decompress(packed, job.target)
         return True

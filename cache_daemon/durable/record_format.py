@@ -118,12 +118,10 @@ def decrypt_header(cipher: Cipher, key: bytes, record: Record) -> ChunkHeader:
 
 def decrypt_value(cipher: Cipher, database: bytes, key: bytes, encrypted: bytes) -> bytes:
     """Decrypt a small value. Raises CorruptRecord."""
-    if not cipher.overhead:
+    if not cipher.max_overhead:
         return encrypted
-    if len(encrypted) < cipher.overhead:
-        raise CorruptRecord(f"{database.decode()} {key[:16].hex()} is too short")
-    plain = bytearray(len(encrypted) - cipher.overhead)
     try:
+        plain = bytearray(cipher.plain_length(encrypted))
         cipher.decrypt(database + b"\0" + key, memoryview(encrypted), memoryview(plain))
     except DecryptError as error:
         raise CorruptRecord(f"{database.decode()} {key[:16].hex()} is not sealed with this key") from error

@@ -279,7 +279,7 @@ def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
         return
     if check == b"none":
         text = "is not encrypted, but a key is given; start without the key, or choose another --store"
-    elif not cipher.overhead:
+    elif not cipher.max_overhead:
         text = "is encrypted; give its key, choose another --store, or remove the folder"
     else:
         text = "is encrypted with another key; give that key, choose another --store, or remove the folder"

@@ -9,7 +9,7 @@ from statistics import median_low
 from cache_daemon.eviction.eviction_policy import Entry
 
 # Upper bound of a credible claim: no model takes longer for a token.
-_MAX_TOKEN_SECONDS = 10.0
+MAX_TOKEN_SECONDS = 10.0
 # Upper bounds of a claim, as multiples of the median of the latest entries. The bound for unused entries is lower, or
 # an entry with a high claim would never be evicted.
 _MAX_RATIO_UNUSED, _MAX_RATIO_USED = 1.0, 8.0
@@ -21,8 +21,8 @@ class PrefillCost:
     """Seconds of prefill per byte of an entry.
 
     An unknown time is estimated from the number of tokens and the mean of the entries seen; while all times are
-    unknown, a token counts as one second. The claims of other writers bound a writer's claim, or one writer could
-    occupy a tier for ever.
+    unknown, a token counts as one second. The latest entries bound an entry's claim, so that claims made before the
+    store knew better do not occupy a tier for ever.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class PrefillCost:
         )
 
     def _claimed(self, entry: Entry) -> float:
-        seconds, most = entry.prefill_seconds, entry.tokens * _MAX_TOKEN_SECONDS
+        seconds, most = entry.prefill_seconds, entry.tokens * MAX_TOKEN_SECONDS
         if isfinite(seconds) and seconds > 0:
             seconds = min(seconds, most)
             self._seconds += seconds

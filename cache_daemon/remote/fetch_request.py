@@ -35,10 +35,14 @@ class FetchRequest:
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Tokens added to the prefix, and the duration in seconds, also of failed fetches."""
+    """Tokens added to the prefix, and the duration in seconds, also of failed fetches.
+
+    ``load_slower``: the tier has more of the prompt, which the caller computes in less time than it takes to fetch.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
+    load_slower: bool = False
 
 
 @dataclass(eq=False)

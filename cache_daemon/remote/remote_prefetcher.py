@@ -84,30 +84,31 @@ class RemotePrefetcher:
         Raises nothing. Cancelling the caller leaves no slots or leases behind.
         """
         began = time.perf_counter()
-        tokens = 0
+        tokens, load_slower = 0, False
         if self._tier.reads.allows_calls and not self._lookups.is_deleting(request.root):
             try:
-                tokens = await self._fetch_missing(request, began)
+                tokens, load_slower = await self._fetch_missing(request, began)
             except (RemoteFailed, TimeoutError):
                 tokens = 0
         elif request.hints.chunk_ends:
             self._tier.demand.set()
-        return FetchResult(tokens, time.perf_counter() - began)
+        return FetchResult(tokens, time.perf_counter() - began, load_slower)
 
-    async def _fetch_missing(self, request: FetchRequest, began: float) -> int:
+    async def _fetch_missing(self, request: FetchRequest, began: float) -> tuple[int, bool]:
+        """Return the tokens that were added, and whether known ones are left because fetching them takes longer."""
         spans, ahead = await self._missing_chunks(request)
         if not spans:
-            return 0
+            return 0, False
         prefill_seconds = request.hints.seconds_per_token * ahead
         if self._decision.computing_is_faster(prefill_seconds):
             self._record_bypass()
-            return 0
+            return 0, False  # it is unknown what the tier has
         while (running := self._inflight_by_key.get(spans[0].key)) is not None:
             # Another request fetches the same chunks. The result is matched later, unless that request was cancelled.
             limit = self._decision.wait_timeout(request.hints, prefill_seconds)
             await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
             if not running.done() or running.result():
-                return 0
+                return 0, False
         future, done = asyncio.get_running_loop().create_future(), True
         self._inflight_by_key[spans[0].key] = future
         try:
@@ -151,13 +152,13 @@ class RemotePrefetcher:
         spans: list[_ChunkSpan],
         prefill_seconds: float,
         began: float,
-    ) -> int:
+    ) -> tuple[int, bool]:
         self.counters.lookups += 1
         timeout = self._decision.lookup_timeout(request.hints, prefill_seconds)
         found = await self._tier.find(request.root, [span.key for span in spans], timeout)
         was_invalidated = lookup.invalidated
         if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
-            return 0
+            return 0, False
         # This lookup already has the epoch of after the deletion: the deletion just observed must not invalidate it.
         lookup.invalidated = was_invalidated
         lookup.keys = frozenset(record.header.prefix_hash for record in found.leading)
@@ -166,17 +167,17 @@ class RemotePrefetcher:
         while records and spans[len(records) - 1].end - before < _MIN_TOKENS:
             records.pop()
         if not records or lookup.invalidated:
-            return 0
+            return 0, False
         ends = [span.end - before for span in spans]
         chosen, limit = self._decision.choose(request.hints, records, ends, time.perf_counter() - began)
         if not chosen:
             self._record_bypass(records)
-            return 0
-        await self._download(request, lookup, records[:chosen], limit)
+            return 0, True
+        late = await self._download(request, lookup, records[:chosen], limit)
         tokens = max(0, self._num_cached_tokens(request) - before)
         self.counters.tokens += tokens
         self.counters.hits += tokens > 0
-        return tokens
+        return tokens, late or chosen < len(records)
 
     @staticmethod
     async def _verify_chain(
@@ -202,8 +203,8 @@ class RemotePrefetcher:
 
     async def _download(
         self, request: FetchRequest, lookup: InflightLookup, records: Sequence[RemoteRecord], limit: float
-    ) -> None:
-        """Download groups concurrently, and insert their chunks in order."""
+    ) -> bool:
+        """Download groups concurrently, and insert their chunks in order. Returns whether one came too late."""
         began, size = time.perf_counter(), 0
         deadline, groups = began + limit, self._tier.group_by_call(records)
         lease = LeaseGuard([], self._tiers.on_released)
@@ -211,13 +212,14 @@ class RemotePrefetcher:
             with self._downloads.start(groups) as downloads:
                 for download in downloads:
                     if not await self._insert(request, lookup, download, deadline, lease):
-                        return
+                        return time.perf_counter() >= deadline
                     size += sum(record.stored_length for record in download.group)
         finally:
             if time.perf_counter() >= deadline:  # if no payload arrived, the first group was too large
                 size = size or sum(record.stored_length for record in groups[0])
             self._tier.latency.record_transfer(size, time.perf_counter() - began)
             lease.release()
+        return False
 
     async def _insert(
         self, request: FetchRequest, lookup: InflightLookup, download: _Download, deadline: float, lease: LeaseGuard

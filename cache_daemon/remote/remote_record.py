@@ -132,7 +132,7 @@ def encode_payload(
     """
     small = None if plane_compressor is None else plane_compressor.compress(header, payload)
     kind, plain = (payload_codec.RAW, payload) if small is None else (payload_codec.PLANES, memoryview(small))
-    if not cipher.overhead:
+    if not cipher.max_overhead:
         return kind, memoryview(bytes(plain)) if small is None else plain
     return kind, memoryview(cipher.encrypt(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain))
 
@@ -149,9 +149,9 @@ def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], 
         raise InvalidRecord("its payload is damaged")
     plain = memoryview(stored)
     header = entry.header
-    if cipher.overhead:
-        opened = memoryview(bytearray(max(0, len(stored) - cipher.overhead)))
+    if cipher.max_overhead:
         try:
+            opened = memoryview(bytearray(cipher.plain_length(stored)))
             cipher.decrypt(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain, opened)
         except DecryptError as error:
             raise InvalidRecord("its payload is not sealed with this key", corrupt=False) from error
@@ -191,8 +191,8 @@ def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     if version != RECORD_VERSION or kind not in (payload_codec.RAW, payload_codec.PLANES):
         raise InvalidRecord("its record is of another version", corrupt=False)
     header = _open_header(cipher, name, body[_PREFIX.size :])
-    # Compression never enlarges a payload; encryption enlarges it by the cipher's overhead.
-    if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + cipher.overhead:
+    # Compression never enlarges a payload; encryption enlarges it by the cipher's overhead at most.
+    if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + cipher.max_overhead:
         raise InvalidRecord("its record has impossible sizes")
     if ends_at >= _MAX_UNIX_SECONDS:
         raise InvalidRecord("its record ends in no time that there will be")
@@ -200,8 +200,8 @@ def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
 
 
 def _open_header(cipher: Cipher, name: str, encrypted: bytes) -> ChunkHeader:
-    plain = bytearray(max(0, len(encrypted) - cipher.overhead))
     try:
+        plain = bytearray(cipher.plain_length(encrypted))
         cipher.decrypt(_PLACE_HEAD + name.encode(), memoryview(encrypted), memoryview(plain))
         header = ChunkHeader.FromString(bytes(plain))
     except (DecryptError, DecodeError, ValueError) as error:

@@ -74,7 +74,7 @@ class ChunkServicer(ServicerBase):
         answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
         if request.explain:
             owner = PromptOwner.of(session.namespace, salt)
-            self._explain(request, context, owner, ids, result.matches, answer)
+            self._explain(request, context, owner, ids, result.matches, answer, load_slower=result.load_slower)
         return answer
 
     def _explain(
@@ -85,11 +85,19 @@ class ChunkServicer(ServicerBase):
         ids: bytes,
         matches: Sequence[MatchedChunk],
         answer: pb.MatchResponse,
+        *,
+        load_slower: bool = False,
     ) -> None:
         """Add the reason of the miss; only operators learn about other tenants."""
         across = request.across_tenants and self.principal_of(context).operator
         reason = self.store.misses.explain(
-            owner, ids, matches, answer.matched_tokens, request.known_tokens, across_tenants=across
+            owner,
+            ids,
+            matches,
+            answer.matched_tokens,
+            request.known_tokens,
+            across_tenants=across,
+            load_slower=load_slower,
         )
         if reason is not None:
             answer.miss.CopyFrom(reason)

@@ -228,7 +228,9 @@ class ChunkStore:
             self.remote.enqueue_used(m.chunk for m in result.matches)
         if fetched is not None:
             tokens = min(fetched.tokens, result.matched_tokens)
-            result = replace(result, fetched_tokens=tokens, fetch_ms=fetched.seconds * 1e3)
+            result = replace(
+                result, fetched_tokens=tokens, fetch_ms=fetched.seconds * 1e3, load_slower=fetched.load_slower
+            )
         return result
 
     @property

@@ -63,6 +63,7 @@ class MatchResult:
 
     The prefix starts after ``passed_tokens``, which are outside the window. ``contents`` are ``(start, match)`` with
     the position in the prompt. ``fetched_tokens`` were fetched from the remote tier, which took ``fetch_ms``.
+    ``load_slower`` as in ``FetchResult``.
     """
 
     matches: tuple[MatchedChunk, ...]
@@ -73,6 +74,7 @@ class MatchResult:
     lease_id: bytes = b""
     fetched_tokens: int = 0
     fetch_ms: float = 0.0
+    load_slower: bool = False
 
     @property
     def matched_tokens(self) -> int:

@@ -25,6 +25,7 @@ from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.loss_cause import LossCause, LostChunk
+from cache_daemon.store.prefill_claims import PrefillClaims
 from cache_daemon.store.reservations import Reservations
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
@@ -66,6 +67,7 @@ class TwoPhaseCommit:
     ) -> None:
         self._tiers, self._inserter, self._reservations = tiers, inserter, reservations
         self._persistence, self._epoch, self._threads = inserter.persistence, epoch, threads
+        self._prefill_claims = PrefillClaims()
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
     async def commit(
@@ -108,7 +110,9 @@ class TwoPhaseCommit:
                         items_taken[len(outcomes) :], wait_seconds
                     )
                     is_valid = await self._copy_and_verify(session, copies)
-                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, is_valid, strict=True)]
+                    outcomes += [
+                        self._insert(session, insertion, c, ok) for c, ok in zip(copies, is_valid, strict=True)
+                    ]
                     await yield_timer.maybe_yield()
                     if refusal is not None and len(outcomes) < len(items_taken):
                         self._record_refusal(items_taken[len(outcomes)][0], refusal)
@@ -179,12 +183,13 @@ class TwoPhaseCommit:
                 with contextlib.suppress(BufferError):
                     view.release()
 
-    def _insert(self, insertion: Insertion, copy: _Copy, is_valid: bool) -> CommitOutcome.ValueType:
+    def _insert(self, session: Session, insertion: Insertion, copy: _Copy, is_valid: bool) -> CommitOutcome.ValueType:
         reservation = copy.reservation
         if not is_valid:
             self._tiers.release_slot(copy.slot)
             return COMMIT_OUTCOME_CHECKSUM_MISMATCH
         reservation.header.checksum = copy.checksum
+        reservation.header.prefill_seconds = self._prefill_claims.clamp(session, reservation.header)
         new_chunk = NewChunk(
             reservation.header,
             reservation.ids,

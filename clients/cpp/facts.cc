@@ -46,7 +46,11 @@ void asked(kvsidecar::Client& client, const std::string& text) {
   fact("stream.pieces", pieces);
   pb::GenerateRequest question = greedy("", 8);
   *question.mutable_prompt() = kvsidecar::chat({{"user", text}});
-  fact("chat.text", hex(client.generate(question).text()));
+  question.set_explain(true);
+  const pb::GenerateResponse answer = client.generate(question);
+  fact("chat.text", hex(answer.text()));
+  fact("chat.reasoning", hex(answer.reasoning()));
+  fact("chat.miss", answer.miss().kind());
 }
 
 void failure(const std::string& name, const std::function<void()>& call) {

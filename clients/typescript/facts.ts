@@ -28,7 +28,10 @@ async function asked(client: Client, text: string): Promise<void> {
   fact("stream.text", hex(streamed));
   fact("stream.pieces", pieces);
   const question = chat([{ role: "user", content: text }]);
-  fact("chat.text", hex((await client.generate({ ...greedy("", 8), prompt: question })).text));
+  const answer = await client.generate({ ...greedy("", 8), prompt: question, explain: true });
+  fact("chat.text", hex(answer.text));
+  fact("chat.reasoning", hex(answer.reasoning));
+  fact("chat.miss", answer.miss?.kind);
 }
 
 async function failure(name: string, call: () => Promise<unknown>): Promise<void> {

@@ -17,6 +17,8 @@ from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.peer_uid import user_of
 from inference_svc.gateway.tenant_keys import TenantKey, load_tenants
 
+GUEST_HEADER = "x-kvsidecar-guest"
+"""A fleet's gateway forwards a guest's request with its own key and this header."""
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip"})
 
@@ -101,6 +103,8 @@ class ApiKeys:
         May query the kernel, so it is for rare paths only.
         """
         headers = Headers(scope=scope)
+        if GUEST_HEADER in headers:
+            return False
         return self._is_operator_key(_sent_key(headers)) or (
             self._local_operator and _is_from_this_user(scope, headers)
         )

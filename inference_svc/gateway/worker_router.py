@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import structlog
 from kvsidecar.client import AsyncClient
-from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable, from_rpc
+from kvsidecar.errors import Cancelled, DeadlineExceeded, KVSidecarError, Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 log = structlog.get_logger("gateway")
@@ -100,6 +100,8 @@ class Worker:
         That is the worker's own text, or a sentence for a gRPC status.
         """
         found, code = from_rpc(error), error.code().name
+        if isinstance(found, Cancelled):  # by the worker: a client that goes away cancels the task of this call
+            return Unavailable("the worker cancelled the request; try again")
         if not str(found).startswith(code):
             return found
         log.warning("a call to a worker failed", worker=self.target, error=str(found))

@@ -34,13 +34,20 @@ from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
 from inference_svc.kv_client.client_context import ClientContext
-from inference_svc.kv_client.miss_probe import MISS_LOAD_SLOWER, MissProbe
+from inference_svc.kv_client.miss_probe import MissProbe
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
-from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE, LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.sequence.kv_connector import (
+    MISS_LOAD_SLOWER,
+    MISS_UNAVAILABLE,
+    LoadCallback,
+    LoadResult,
+    ProbeCallback,
+    SaveCallback,
+)
 from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
@@ -296,6 +303,7 @@ class DaemonConnector:
             self._finish_load(load)
         if not looked_up:
             sequence.set_miss(MISS_UNAVAILABLE)
+        load.finished.wait()  # a copy that fails is the reason itself
         self._explain(sequence, known_tokens, load.answer)  # beside the prefill
 
     def _explain_later(self, sequence: Sequence) -> None:
@@ -319,7 +327,12 @@ class DaemonConnector:
 
     def _copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
         with self._guard(load.sequence, session):
-            self._loader.copy(session, found, load)
+            try:
+                self._loader.copy(session, found, load)
+            except Exception as error:
+                late = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                load.sequence.set_miss(MISS_LOAD_SLOWER if late else MISS_UNAVAILABLE)
+                raise
         self._finish_load(load)
 
     def _finish_load(self, load: SequenceLoad) -> None:

@@ -13,8 +13,7 @@ from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE
 from inference_svc.sequence.sequence import Sequence
 
-# Kinds that the worker itself knows.
-MISS_LOAD_SLOWER, MISS_REUSE_OFF = "load_slower", "reuse_off"
+MISS_REUSE_OFF = "reuse_off"
 # Tokens, and their share of the missing ones, from which text that is stored elsewhere is the reason of a miss.
 _MIN_STORED_TOKENS, _MIN_STORED_SHARE = 32, 0.25
 _MIN_CHUNK_TOKENS = 8

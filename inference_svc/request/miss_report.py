@@ -58,8 +58,8 @@ _SENTENCES = {
         "enlarge the arena with --arena-bytes",
     ),
     "load_slower": (
-        "loading was slower than computing, so the cache was bypassed",
-        "a larger --arena-bytes or a faster disk makes loads quicker; every sixteenth request tries again",
+        "loading takes longer than computing",
+        "a larger --arena-bytes, a faster disk or link makes loads quicker; every sixteenth request tries again",
     ),
     _REUSE_OFF: (
         "text of this prompt is stored behind other text, and {by}",
@@ -69,7 +69,10 @@ _SENTENCES = {
         "the request reads no cache (skip_cache, or log probabilities of its prompt)",
         "leave out skip_cache and prompt_logprobs",
     ),
-    "unavailable": ("no cache daemon answered", "look at kvsidecar status, and start the daemon"),
+    "unavailable": (
+        "no cache daemon answered, or its connection ended",
+        "look at kvsidecar status, and start the daemon",
+    ),
     MISS_UNKNOWN: ("the reason is unknown", "look at the daemon's log"),
 }
 _FLAGS = {"arena": "--arena-bytes", "disk": "--store-bytes"}

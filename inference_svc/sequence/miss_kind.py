@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvsidecar.cache.v1.cache_pb2 import MissReason
 from kvsidecar.miss_kinds import miss_kind_name
 
+from inference_svc.sequence.kv_connector import MISS_LOAD_SLOWER, MISS_UNAVAILABLE
 from inference_svc.sequence.sequence import Sequence
 
 MISS_SKIPPED, MISS_CORRUPT = "skipped", "corrupt"
@@ -19,9 +20,10 @@ def miss_reason(sequence: Sequence) -> MissReason | str | None:
     """Return the reason of a miss, or its kind; None while the connector has not set it."""
     if not sequence.request.cache.read:
         return MISS_SKIPPED
-    if sequence.kv.load_failed:
+    reason = sequence.miss.result() if sequence.miss.done() else None
+    if sequence.kv.load_failed and reason not in (MISS_LOAD_SLOWER, MISS_UNAVAILABLE):
         return MISS_CORRUPT
-    return sequence.miss.result() if sequence.miss.done() else None
+    return reason
 
 
 def kind_of(reason: MissReason | str) -> str:

@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from kvsidecar.net.grpc_server import Endpoint, serve_endpoint, stop_on_signals
+from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
@@ -30,6 +31,8 @@ EXIT_ENGINE_STOPPED = 70
 # Grace periods after the engine has stopped: for errors to reach callers, and for queued saves.
 _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.2
+# Longer than a gateway's poll takes to notice that this worker takes no new requests.
+_REFUSE_SECONDS = 1.5
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 log = structlog.get_logger("worker")
@@ -40,6 +43,7 @@ async def serve(config: WorkerConfig) -> None:
 
     If the engine stops, the process exits with EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported.
     """
+    raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
     stop = asyncio.Event()
     stop_on_signals(stop)
@@ -93,7 +97,14 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
     others = (vllm_listener(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
     health = health_aio.HealthServicer()
     async with serve_endpoint(
-        Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
+        Endpoint(
+            SERVICE,
+            config.socket,
+            config.tcp,
+            health_tcp=config.health_tcp,
+            others=others,
+            refuse_seconds=min(_REFUSE_SECONDS, config.drain_seconds),
+        ),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
         lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else config.drain_seconds,
         health,

@@ -19,12 +19,18 @@ import pytest
 from kvsidecar import keys
 
 from benchmarks.node import Node
+from inference_svc.models.model_resolver import DEMO_MODEL
 from tests.clients.toolchains import BUILT, ROOT, TOOLCHAINS, Toolchain
 from tests.inference_svc.gateway.conftest import of_node
 from tests.kvsidecar.test_vectors import WRITTEN
 
 CODE_OF = {"cancel": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
            "refused": grpc.StatusCode.INVALID_ARGUMENT}  # fmt: skip
+# A template that opens the reasoning of each answer.
+THINKING = (
+    "{{ '<|bos|>' }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{{ '<|assistant|><think>\n' }}"
+)
 
 
 def text_of(client: Toolchain) -> str:
@@ -58,9 +64,12 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
-def node(port: int) -> Iterator[Node]:
+def node(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    model = tmp_path_factory.mktemp("models") / "thinker"
+    shutil.copytree(DEMO_MODEL, model)
+    (model / "chat_template.jinja").write_text(THINKING)
     flags = {"resident_sequences": 0, "tcp": f"127.0.0.1:{port}"}
-    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", durable=False, worker_flags=flags) as running:
+    with Node(str(model), arena_bytes="64MiB", pool_bytes="64MiB", durable=False, worker_flags=flags) as running:
         yield running
 
 
@@ -138,6 +147,23 @@ def test_a_chat_is_answered_as_python_has_it(facts: dict[str, str], client: Tool
     question = [{"role": "user", "content": text_of(client)}]
     expected = node.client().generate(question, max_tokens=8, temperature=0, ignore_eos=True)
     assert bytes.fromhex(facts["chat.text"]).decode() == expected.text
+    assert bytes.fromhex(facts["chat.reasoning"]).decode() == expected.reasoning != ""
+    assert facts["chat.miss"] == "reuse_off", "the text is stored, without a chat around it"
+
+
+def test_python_has_reasoning_and_the_reason_of_a_miss(node: Node) -> None:
+    question, schema = [{"role": "user", "content": "who are you, and why?"}], {"const": "why not</think> so"}
+    client = node.client()
+    whole = client.generate(question, json_schema=schema, explain=True)
+    assert (whole.reasoning, whole.text) == ('"why not', 'so"')
+    assert whole.miss is not None
+    assert whole.miss.kind in ("never_seen", "differs")
+    node.settle()
+    chunks = list(client.stream(question, json_schema=schema, explain=True))
+    assert "".join(chunk.reasoning for chunk in chunks) == '"why not'
+    final = chunks[-1].final
+    assert final is not None
+    assert (final.reasoning, final.text, final.miss) == ('"why not', 'so"', None), "all but the last token were cached"
 
 
 def test_negative_numbers_are_refused_before_they_are_sent(facts: dict[str, str]) -> None:
@@ -256,9 +282,11 @@ def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
         answer = json.loads(said.stdout)
         expected = node.client().generate(text, max_tokens=6, temperature=0)
         assert (answer["text"], answer["usage"]["promptTokens"]) == (expected.text, expected.prompt_tokens)
-    asked = json.loads(kv(str(node.worker_socket(0)), "chat", text, MAX_TOKENS="6").stdout)
+    asked = json.loads(kv(str(node.worker_socket(0)), "chat", text, MAX_TOKENS="6", EXPLAIN="true").stdout)
+    assert asked["miss"]["kind"]
     expected = node.client().generate([{"role": "user", "content": text}], max_tokens=6, temperature=0)
-    assert (asked["text"], asked["usage"]["promptTokens"]) == (expected.text, expected.prompt_tokens)
+    heard = (asked.get("text", ""), asked.get("reasoning", ""), asked["usage"]["promptTokens"])
+    assert heard == (expected.text, expected.reasoning, expected.prompt_tokens)
     elsewhere = kv("http://localhost:8000/v1", "chat", text)
     assert elsewhere.returncode == 2
     assert "is an HTTP address" in elsewhere.stderr

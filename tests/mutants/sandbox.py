@@ -72,7 +72,6 @@ class Sandbox:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(str(self.tree / path) for path in _PATHS),
             "OMP_WAIT_POLICY": "PASSIVE",
-            "KVSIDECAR_TEST_SANDBOX": "1",
         }
         began = time.monotonic()
         with tempfile.TemporaryFile("w+") as told:

@@ -68,9 +68,12 @@ func asked(client *kvsidecar.Client, text string) {
 	fact("stream.pieces", pieces)
 	question := greedy("", 8)
 	question.Prompt = kvsidecar.Chat(&pb.ChatMessage{Role: "user", Content: text})
+	question.Explain = true
 	answer, err := client.Generate(ctx, question)
 	must(err)
 	fact("chat.text", hex.EncodeToString([]byte(answer.Text)))
+	fact("chat.reasoning", hex.EncodeToString([]byte(answer.Reasoning)))
+	fact("chat.miss", answer.GetMiss().GetKind())
 }
 
 func hinted(client *kvsidecar.Client, text string) {

@@ -49,6 +49,10 @@ class Completion:
     prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
     stopped_by: str | int | None = None
     """The request's stop string or stop token that ended the answer."""
+    reasoning: str = ""
+    """Reasoning before the answer to a chat, where the model's template marks it; it is not in ``text``."""
+    miss: pb.MissReason | None = field(default=None, repr=False)
+    """With ``explain``: the reason why tokens of the prompt were computed; None if all but the last were cached."""
 
     @property
     def ttft_ms(self) -> float:
@@ -63,6 +67,7 @@ class CompletionChunk:
     token_ids: list[int]
     final: Completion | None = None
     tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
 
 _Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # the message with the prompt's data: a stream's first part
@@ -85,6 +90,7 @@ def _completion(
     logprobs: list[pb.TokenLogprob],
     calls: list[pb.ToolCall],
     prompt: _Prompt,
+    reasoning: str,
 ) -> Completion:
     kind = response.WhichOneof("stopped_by")
     return Completion(
@@ -105,12 +111,14 @@ def _completion(
         prompt_text=prompt.prompt_text,
         prompt_logprobs=list(prompt.prompt_logprobs),
         stopped_by=None if kind is None else getattr(response, kind),
+        reasoning=reasoning,
+        miss=response.miss if response.HasField("miss") else None,
     )
 
 
 def _whole(response: pb.GenerateResponse) -> Completion:
     r = response
-    return _completion(r, r.text, list(r.token_ids), list(r.logprobs), list(r.tool_calls), r)
+    return _completion(r, r.text, list(r.token_ids), list(r.logprobs), list(r.tool_calls), r, r.reasoning)
 
 
 class Client:
@@ -358,6 +366,7 @@ class _StreamAccumulator:
 
     def __init__(self) -> None:
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._ids: list[int] = []
         self._calls: list[pb.ToolCall] = []
         self._logprobs: list[pb.TokenLogprob] = []
@@ -365,6 +374,7 @@ class _StreamAccumulator:
 
     def add(self, part: pb.GenerateStreamResponse) -> CompletionChunk:
         self._text.append(part.text)
+        self._reasoning.append(part.reasoning)
         self._ids.extend(part.token_ids)
         add_calls(self._calls, part.tool_calls)
         self._logprobs.extend(part.logprobs)
@@ -372,5 +382,6 @@ class _StreamAccumulator:
             self._first = part
         final = None
         if part.finish_reason:
-            final = _completion(part, "".join(self._text), self._ids, self._logprobs, self._calls, self._first)
-        return CompletionChunk(part.text, list(part.token_ids), final, list(part.tool_calls))
+            text, reasoning = "".join(self._text), "".join(self._reasoning)
+            final = _completion(part, text, self._ids, self._logprobs, self._calls, self._first, reasoning)
+        return CompletionChunk(part.text, list(part.token_ids), final, list(part.tool_calls), part.reasoning)

@@ -27,10 +27,11 @@ from kvsidecar.errors import (
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
-from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.api_keys import GUEST_HEADER, ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.drain import DrainMiddleware
+from inference_svc.gateway.explain_header import EXPLAIN_HEADER
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.node_wait import NodeWait
@@ -42,7 +43,7 @@ from inference_svc.gateway.fleet.prefix_query import (
     to_routed_request,
 )
 from inference_svc.gateway.fleet.proxy import Proxy, proxied_response
-from inference_svc.gateway.fleet_api import WARM_PATH
+from inference_svc.gateway.fleet_api import REQUEST_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.health_routes import add_readiness
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
@@ -65,6 +66,8 @@ _FORWARDED_PATHS = (
     "/detokenize",
     WARM_PATH,
 )
+# A node needs them to answer as it would answer the client itself.
+_FORWARDED_HEADERS = ("x-request-id", "x-cache-salt", EXPLAIN_HEADER)
 _KEPT_PATH = re.compile(r"[\w/-]{1,400}", re.ASCII)
 _CONNECT_SECONDS = 2.0
 # Less than the 5 s after which a node's server closes an idle connection.
@@ -90,7 +93,13 @@ class FleetHandlers:
 
     async def forward(self, request: Request) -> Response:
         read = await self.bodies.read(request, partial(to_routed_request, request.url.path))
-        return await self._proxy.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
+        wait_seconds, headers = preferred_wait_seconds(request.headers), self._forwarded_headers(request)
+        return await self._proxy.answer(request, replace(read, wait_seconds=wait_seconds, headers=headers))
+
+    def _forwarded_headers(self, request: Request) -> dict[str, str]:
+        """Return headers for a node. It takes the fleet's key for an operator's, so it is told about a guest."""
+        sent = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
+        return sent if self.keys.is_operator(request.scope) else sent | {GUEST_HEADER: "1"}
 
     async def kept(self, request: Request) -> Response:
         """Forward a call about a response or conversation to the node that stores it."""
@@ -100,6 +109,17 @@ class FleetHandlers:
             kind = "conversation" if path.startswith(CONVERSATIONS) else "response"
             raise UnknownResponse(f"the {kind} {name[:80]!r} is not kept by any node that is up")
         return await self._send(node, request)
+
+    async def show_request(self, request: Request) -> Response:
+        """Answer ``kvsidecar why`` from the node that answered the request, which is the one that knows it."""
+        if not self.discovery.alive:
+            raise self.discovery.none_up()
+        asked = (self._send(node, request) for node in self.discovery.alive)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = sorted((a for a in answers if isinstance(a, Response)), key=lambda answer: answer.status_code)
+        if not found:
+            raise Unavailable("no node answers; try again in a moment")
+        return found[0]
 
     async def create_conversation(self, request: Request) -> Response:
         """Create a conversation at the node that has the fewest requests."""
@@ -125,7 +145,7 @@ class FleetHandlers:
                 url,
                 params=tuple(request.query_params.multi_items()),
                 content=raw,
-                headers={"Content-Type": "application/json"} if raw else None,
+                headers=self._forwarded_headers(request) | ({"Content-Type": "application/json"} if raw else {}),
                 extensions=node.extensions,
             )
             answer = await node.wait_for(asked, deadline)
@@ -224,6 +244,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     ):
         app.add_api_route(path, fleet.kept, methods=methods)
     app.add_api_route(CONVERSATIONS, fleet.create_conversation, methods=["POST"])
+    app.add_api_route(REQUEST_PATH + "/{name:path}", fleet.show_request, methods=["GET"])
     app.add_api_route("/tokenizer_info", fleet.tokenizer_info, methods=["GET"])
     app.add_api_route("/v1/models", fleet.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", fleet.model, methods=["GET"])

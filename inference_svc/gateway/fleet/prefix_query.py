@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -44,7 +44,7 @@ class RoutedRequest:
     """The properties of a request that determine its node.
 
     ``before`` is the id of the response or conversation that it continues, ``only`` the only node that can answer it,
-    and ``wait_seconds`` the client's limit for waiting for a worker.
+    ``wait_seconds`` the client's limit for waiting for a worker, and ``headers`` those for the node.
     """
 
     path: str
@@ -56,6 +56,7 @@ class RoutedRequest:
     within_seconds: float | None = None
     only: Node | None = None
     wait_seconds: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:

@@ -18,6 +18,7 @@ from inference_svc.gateway.answer_summary import SUMMARY_HEADER, SummaryFilter, 
 from inference_svc.gateway.answer_writer import error_event
 from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, messages_error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
+from inference_svc.gateway.explain_header import MISS_HEADER
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.node_wait import NodeWait
@@ -164,7 +165,7 @@ class _NodeRequest:
             "POST",
             self._node.url + asked.path,
             content=asked.raw,
-            headers={"Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference,
+            headers={**asked.headers, "Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference,
             extensions=self._node.extensions,
         )
         response = await self._node.wait_for(client.send(request, stream=True), self._deadline)
@@ -248,6 +249,8 @@ async def _close(answer: Response) -> None:
 def proxied_response(response: httpx.Response, content: bytes) -> Response:
     """Return a node's complete answer unchanged."""
     kept = {
-        name: response.headers[name] for name in ("content-type", "retry-after", REQUEST_ID) if name in response.headers
+        name: response.headers[name]
+        for name in ("content-type", "retry-after", REQUEST_ID, MISS_HEADER)
+        if name in response.headers
     }
     return Response(content, response.status_code, headers=kept)

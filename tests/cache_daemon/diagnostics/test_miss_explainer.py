@@ -54,6 +54,13 @@ async def test_a_hit_has_no_reason() -> None:
         assert await why(bench, A) == ("", 0, "")
 
 
+async def test_chunks_that_take_longer_to_fetch_than_to_compute() -> None:
+    async with opened() as bench:
+        await store(bench, A)
+        assert await why(bench, A + B, load_slower=True) == ("load_slower", 32, "remote")
+        assert await why(bench, A, load_slower=True) == ("", 0, "")
+
+
 async def test_a_prompt_that_was_never_seen() -> None:
     async with opened() as bench:
         await store(bench, A)

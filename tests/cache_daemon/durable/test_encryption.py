@@ -10,9 +10,11 @@ import pytest
 from kvsidecar.errors import ConfigurationError, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import ReadResult, WriteGroup
-from cache_daemon.durable.encryption import AesGcmCipher, DecryptError, key_from_environment, key_from_file
+from cache_daemon.durable.encryption import DecryptError, XaesGcmCipher, key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.record_format import META, checked
+from cache_daemon.durable.scrub import scrub
+from tests.cache_daemon.durable.aes_gcm_cipher import AesGcmCipher
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, key_of, opened, read, store
 from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
@@ -45,9 +47,69 @@ def test_nothing_readable_is_on_disk(tmp_path: Path) -> None:
     assert put.header.SerializeToString()[100:140] not in content, "headers hold tokens"
 
 
-def test_every_value_has_its_own_nonce() -> None:
-    cipher = AesGcmCipher(KEY)
-    assert len({bytes(cipher.encrypt(b"p", b"same")) for _ in range(100)}) == 100
+def test_no_two_values_share_a_derived_key_or_a_nonce() -> None:
+    """The first half of a nonce determines the key of a value; the second half is its nonce under that key."""
+    cipher = XaesGcmCipher(KEY)
+    values = [bytes(cipher.encrypt(b"p", b"same")) for _ in range(10_000)]
+    assert {value[:8] for value in values} == {b"XAES256G"}
+    for half in (slice(8, 20), slice(20, 32), slice(32, None)):
+        assert len({value[half] for value in values}) == 10_000
+
+
+def test_every_flipped_bit_of_a_value_is_noticed() -> None:
+    cipher = XaesGcmCipher(KEY)
+    whole = bytes(cipher.encrypt(b"p", b"value"))
+    for bit in range(8 * len(whole)):
+        broken = bytearray(whole)
+        broken[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DecryptError):
+            cipher.decrypt(b"p", memoryview(broken), memoryview(bytearray(cipher.plain_length(memoryview(broken)))))
+    for length in range(len(whole)):
+        target = memoryview(bytearray(max(0, length - cipher.max_overhead)))
+        with pytest.raises(DecryptError):
+            cipher.decrypt(b"p", memoryview(whole[:length]), target)
+    with pytest.raises(DecryptError, match="a value of 27 bytes is too short"):
+        cipher.plain_length(bytes(27))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_store_of_the_previous_version_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str
+) -> None:
+    old, new = [*chain(4), *trained_chunks()], chain(3, seed=1)
+    with monkeypatch.context() as previous:
+        previous.setattr("cache_daemon.durable.lmdb_tier.cipher_for", AesGcmCipher)
+        tier = opened(tmp_path, key=KEY, compression=compression)
+        store(tier, *old)
+        tier.apply(WriteGroup(notes={b"verdict": b"passed"}))
+        tier.close()
+    assert b"XAES256G" not in (tmp_path / "data.mdb").read_bytes()
+    tier = opened(tmp_path, key=KEY, compression=compression)
+    store(tier, *new)
+    assert set(read(tier, *old, *new)) == {ReadResult.OK}
+    assert tier.notes() == {b"verdict": b"passed"}
+    tier.close()
+    assert b"XAES256G" in (tmp_path / "data.mdb").read_bytes(), "new values have the new format"
+    found = scrub(tmp_path, repair=False, key=KEY)
+    assert (found.is_clean, found.sound) == (True, len(old) + len(new))
+    tier = opened(tmp_path, key=KEY)
+    assert set(read(tier, *old, *new)) == {ReadResult.OK}
+    tier.close()
+
+
+def test_the_previous_version_finds_new_values_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    puts = chain(4)
+    tier = opened(tmp_path, key=KEY)
+    store(tier, *puts)
+    tier.apply(WriteGroup(notes={b"verdict": b"passed"}))
+    tier.close()
+    monkeypatch.setattr("cache_daemon.durable.lmdb_tier.cipher_for", AesGcmCipher)
+    tier = opened(tmp_path, key=KEY)
+    assert set(read(tier, *puts)) == {ReadResult.MISSING}
+    assert tier.notes() == {}
+    store(tier, *puts)
+    assert set(read(tier, *puts)) == {ReadResult.OK}
+    tier.close()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +163,7 @@ def test_values_cannot_be_exchanged(tmp_path: Path) -> None:
 
 
 def test_a_value_opens_only_in_its_place() -> None:
-    cipher = AesGcmCipher(KEY)
+    cipher = XaesGcmCipher(KEY)
     encrypted = memoryview(cipher.encrypt(b"notes\0a", b"value"))
     target = memoryview(bytearray(5))
     cipher.decrypt(b"notes\0a", encrypted, target)

@@ -269,6 +269,32 @@ async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: P
         assert await asyncio.to_thread(asked) == b"1"
 
 
+async def test_a_peer_that_is_not_allowed_gets_no_memory(tmp_path: Path) -> None:
+    """It knows the socket and an open session, and is refused all the same."""
+
+    class Shares:
+        def arena(self, session_id: bytes, peer: socket.socket) -> None:
+            peer.sendall(b"1")
+
+        staging = summary = arena
+
+    def asked() -> bytes:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(10)
+            peer.connect(str(tmp_path / "memory"))
+            try:
+                peer.sendall(bytes(16) + ARENA)
+                return peer.recv(1)
+            except ConnectionError:  # closed before it was read
+                return b""
+
+    allowed = [False]
+    async with serve_fds(tmp_path / "memory", Shares(), 0o600, lambda _: allowed[0]):
+        assert await asyncio.to_thread(asked) == b""
+        allowed[0] = True
+        assert await asyncio.to_thread(asked) == b"1"
+
+
 def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
     size = 1 << 20
     kept, shared = StagingMemory(size), StagingMemory(size, StagingBudget(size))

@@ -10,7 +10,7 @@ from kvsidecar import keys
 from kvsidecar.chunk_layout import Geometry, new_header
 
 from cache_daemon.durable import payload_codec
-from cache_daemon.durable.encryption import AesGcmCipher, Cipher, NullCipher
+from cache_daemon.durable.encryption import Cipher, NullCipher, XaesGcmCipher
 from cache_daemon.durable.record_format import encode_expiry
 from cache_daemon.remote.remote_record import (
     InvalidRecord,
@@ -22,10 +22,11 @@ from cache_daemon.remote.remote_record import (
     record_epoch_of,
 )
 from tests.cache_daemon.conftest import GEOMETRY, payload_of
+from tests.cache_daemon.durable.aes_gcm_cipher import AesGcmCipher
 
 IDS = list(range(20))
 NAME = "p/1.2/root/hash/head"
-CIPHERS = {"plain": NullCipher(), "sealed": AesGcmCipher(b"k" * 32)}
+CIPHERS = {"plain": NullCipher(), "sealed": XaesGcmCipher(b"k" * 32)}
 
 
 def chunk(compressible: bool = True) -> tuple[RemoteRecord, bytes, memoryview]:
@@ -110,7 +111,7 @@ def test_a_record_that_ends_in_no_time_is_not_believed(ends_at: int) -> None:
 
 @pytest.mark.parametrize(("writer", "reader"), [("plain", "sealed"), ("sealed", "plain"), ("sealed", "other")])
 def test_another_key_reads_nothing_and_damages_nothing(writer: str, reader: str) -> None:
-    seals = {**CIPHERS, "other": AesGcmCipher(b"o" * 32)}
+    seals = {**CIPHERS, "other": XaesGcmCipher(b"o" * 32)}
     entry, _, bytes_, place = stored(seals[writer], True)
     with pytest.raises(InvalidRecord) as caught:
         decode_record(seals[reader], NAME, encode_record(seals[writer], NAME, entry))
@@ -118,6 +119,26 @@ def test_another_key_reads_nothing_and_damages_nothing(writer: str, reader: str)
     if reader != "plain":
         with pytest.raises(InvalidRecord):
             decode_payload(seals[reader], entry, [bytes_], place)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_records_of_the_previous_version_stay_readable(compress: bool) -> None:
+    old, new = AesGcmCipher(b"k" * 32), XaesGcmCipher(b"k" * 32)
+    entry, payload, bytes_, place = stored(old, compress, compress)
+    assert decode_record(new, NAME, encode_record(old, NAME, entry)) == entry
+    decode_payload(new, entry, [bytes_], place)
+    assert place == payload
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_the_previous_version_leaves_new_records_alone(compress: bool) -> None:
+    old, new = AesGcmCipher(b"k" * 32), XaesGcmCipher(b"k" * 32)
+    entry, _, bytes_, place = stored(new, compress, compress)
+    with pytest.raises(InvalidRecord) as caught:
+        decode_record(old, NAME, encode_record(new, NAME, entry))
+    assert not caught.value.corrupt, "newer nodes can read it"
+    with pytest.raises(InvalidRecord):
+        decode_payload(old, entry, [bytes_], place)
 
 
 def lied(**changed: object) -> bytes:

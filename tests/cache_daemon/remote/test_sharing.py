@@ -119,7 +119,8 @@ async def test_what_would_come_too_slowly_is_left() -> None:
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(4))
         b.tier.latency.bytes_per_second, b.tier.latency.bandwidth_measured_at = 10.0, float("inf")
-        assert (await b.ask(prompt(4), price=0.01))[0] == 0
+        found, brought = await b.ask(prompt(4), price=0.01)
+        assert (found, brought.load_slower) == (0, True)
         assert (b.stats.remote_bypassed, b.stats.remote_read_bytes) == (1, 0)
         b.tier.latency.bytes_per_second = 1e9
         assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
@@ -165,8 +166,9 @@ async def test_what_has_come_in_time_is_used() -> None:
         await a.share(ids)
         b.tier.group_by_call = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
         engine.hangs_at = 5  # the look-up, and the first four payloads at the most
-        found, _ = await b.ask(ids, price=2.0 / len(ids))
+        found, brought = await b.ask(ids, price=2.0 / len(ids))
         assert 0 < found < len(ids)
+        assert brought.load_slower
         assert found % CHUNK == 0
         assert b.stats.remote_late == 1
         b.bench.store.check_integrity()

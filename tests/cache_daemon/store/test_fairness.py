@@ -11,8 +11,11 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import QuotaExceeded
 
 from benchmarks.eviction_policies import POLICIES
+from cache_daemon.auth.principal import GUEST, Principal
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.disk_evictor import _MAX_EXTRA_EVICTIONS
+from cache_daemon.store.sessions import Session
+from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.stores import Bench, opened
 
 PAGE = 4096
@@ -68,11 +71,19 @@ async def test_a_prefix_that_is_not_durable_yet_takes_at_most_half_of_the_arena(
 # ---- a writer's word on what its chunks are worth -----------------------------------------------------------
 
 
-async def put_claiming(bench: Bench, ids: list[int], seconds: float, salt: bytes) -> None:
-    header = bench.header(ids)
+async def put_claiming(
+    bench: Bench, ids: list[int], seconds: float, salt: bytes, session: Session | None = None
+) -> None:
+    session, header = session or bench.session, bench.header(ids)
     header.prefill_seconds = seconds
-    reserved = bench.store.reserve(bench.session, salt, [header])[0]
-    await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
+    reserved = bench.store.reserve(session, salt, [header])[0]
+    await bench.store.commit(session, bench.store.epoch, [bench.fill(reserved, ids, session)])
+
+
+def open_external(bench: Bench, owner: Principal, model: str = "") -> Session:
+    """Open a caller's session, in its own namespace if it names a model."""
+    described = descriptor(model) if model else descriptor()
+    return bench.store.open_session("t", described, keys.namespace_id(described), shares_memory=False, owner=owner)
 
 
 @pytest.mark.parametrize("policy", ["gittins", "gdsf"])
@@ -85,6 +96,27 @@ async def test_a_claim_of_what_prefill_took_does_not_keep_the_arena(policy: str,
             await put_claiming(bench, [n], 0.01, b"honest")
         guests = sum([await bench.found([1_000_000 + n], b"guest") for n in range(256)])
         assert guests <= 8, "of 256"
+
+
+@pytest.mark.parametrize("model", ["", "guests-own"])
+@pytest.mark.parametrize("honest", [None, Principal("alice")])
+@pytest.mark.parametrize(("ratio", "most"), [(1, 128), (4, 208)])
+async def test_a_caller_that_inserts_more_does_not_set_the_bound_of_its_claims(
+    honest: Principal | None, ratio: int, most: int, model: str
+) -> None:
+    """It holds its share of the insertions; ``honest`` None is a worker on the private socket."""
+    async with opened(256 * PAGE, budget_bytes=0) as bench:
+        guest = open_external(bench, GUEST, model)
+        writer = bench.session if honest is None else open_external(bench, honest)
+        stored = 0
+        for n in range(-256, 600):
+            if n >= 0:
+                await put_claiming(bench, [n], 0.01, b"honest", writer)
+            for _ in range(ratio if n >= 0 else 1):
+                await put_claiming(bench, [1_000_000 + stored], 3e38, b"guest", guest)
+                stored += 1
+        tenant = keys.tenant_id(b"guest")
+        assert sum(c.header.tenant == tenant for c in bench.store.tiers.index) <= most, "of 256"
 
 
 # ---- the event loop -----------------------------------------------------------------------------------------

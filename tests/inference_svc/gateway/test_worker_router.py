@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
-from kvsidecar.errors import Unavailable
+from kvsidecar.errors import INFERENCE_DOMAIN, Cancelled, Context, Unavailable, status_of, unary
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.gateway.worker_retry import is_retryable
 from inference_svc.gateway.worker_router import (
     _MAX_HASHED_BYTES,
     _MAX_LOAD_DIFFERENCE,
@@ -107,3 +109,27 @@ def test_of_a_very_long_prompt_the_beginning_decides() -> None:
     texts = pb.Prompt(text="x" * 3 * _MAX_HASHED_BYTES), chat(*["x" * 1000] * 2000)
     for prompt in (*texts, pb.Prompt(token_ids=pb.TokenIds(ids=range(_MAX_HASHED_BYTES)))):
         assert len(_prompt_prefix_hashes(pb.GenerateRequest(prompt=prompt))) == _MAX_HASHED_BYTES // 256
+
+
+async def test_a_request_that_its_worker_cancelled_is_sent_to_another() -> None:
+    class Cancelling:
+        @unary(INFERENCE_DOMAIN)
+        async def Generate(self, request: bytes, context: Context) -> bytes:
+            raise Cancelled("the request was cancelled")
+
+    server = grpc.aio.server()
+    handlers = {"Generate": grpc.unary_unary_rpc_method_handler(Cancelling().Generate)}
+    name = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    router = WorkerRouter([target])
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            await router.workers[0].client.stub.Generate(asking("m"), timeout=10)
+        error = router.workers[0].error_of(caught.value)
+        assert is_retryable(error)
+        assert status_of(error)[1] == 503
+    finally:
+        await router.close()
+        await server.stop(None)

@@ -138,7 +138,7 @@ def test_without_a_model_and_an_index_one_sentence_says_what_to_do(serve: Any, m
         (["demo", "--dtype", "int8"], "dtype is 'int8'"),
         (["demo", "--dtype", "float16", "--device", "cpu"], "dtype is 'float16'"),
         (["demo", "--storage-bits", "5"], "storage_bits is 5: input should be 16, 8 or 4"),
-        (["demo", "--weights", "5"], "weights is 5: input should be 'auto', 16, 8 or 4"),
+        (["demo", "--weights", "5"], "weights is 5: input should be 'auto', 16, 8, 4 or 'codes'"),
         (["demo", "--pool-bytes", "much"], "pool_bytes is 'much'"),
         (["demo", "--speculate", "draft"], "speculate is draft, and no draft_model is named"),
         (["demo", "--draft-model", "nothing-of-that-name"], "'nothing-of-that-name' is neither 'demo'"),
@@ -220,6 +220,17 @@ def test_a_second_node_is_refused(serve: Any, tmp_path: Path) -> None:
             said = serve("demo", "--runtime-dir", str(tmp_path), "--port", str(port))
         assert f"another kvsidecar serve runs in {tmp_path}" in said
         assert "its own --runtime-dir, --store and --port" in said, "all that a second node needs, in the first error"
+
+
+def test_a_runtime_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-m", "inference_svc", "serve", "demo", "--runtime-dir", str(tmp_path), "--port", "1"]
+    done = subprocess.run(["prlimit", "--fsize=0", *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == (
+        f"kvsidecar serve: cannot write to {tmp_path}/serve.lock: File too large; free space in its file system, or "
+        "choose another --runtime-dir\n"
+    )
+    assert done.returncode == 2
 
 
 def test_a_daemon_at_the_nodes_socket_is_refused_before_anything_starts(serve: Any, tmp_path: Path) -> None:

@@ -67,8 +67,12 @@ public final class Facts {
         });
         fact("stream.text", hex(streamed.toString()));
         fact("stream.pieces", pieces[0]);
-        GenerateRequest question = greedy("", 8).toBuilder().setPrompt(Client.chat(Client.message("user", text))).build();
-        fact("chat.text", hex(client.generate(question, LONG).getText()));
+        GenerateRequest question = greedy("", 8).toBuilder().setPrompt(Client.chat(Client.message("user", text)))
+                .setExplain(true).build();
+        GenerateResponse answer = client.generate(question, LONG);
+        fact("chat.text", hex(answer.getText()));
+        fact("chat.reasoning", hex(answer.getReasoning()));
+        fact("chat.miss", answer.getMiss().getKind());
     }
 
     private static void hinted(Client client, String text) {

@@ -60,6 +60,9 @@ _NOTHING_LISTENS = re.compile(
 )
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
+# gRPC's text for a call that its own caller cancelled. A server that shuts down ends calls that are just arriving with
+# the same status and another text.
+_CANCELLED_HERE = "Locally cancelled by application!"
 
 # Error -> (gRPC status, HTTP code). A subclass without a row uses its parent's.
 STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
@@ -186,6 +189,8 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
         return FailedPrecondition(_for_grpc(not_grpc[1]))
     if absent := _NOTHING_LISTENS.fullmatch(text):
         return Unavailable(f"nothing answers at {absent[2]} ({absent[3]}); is it running?")
+    if code is grpc.StatusCode.CANCELLED and text != _CANCELLED_HERE:
+        return Unavailable("the server shut down before it took this call; try again")
     kind = _BY_CODE.get(code, KVSidecarError)
     if text and code.name == kind.reason:  # the code would repeat the reason
         return kind(text)

@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
+from kvsidecar.net.call_refusal import CallRefusal
 from kvsidecar.net.socket_watcher import SocketWatcher
 from kvsidecar.process.runtime_dir import socket_target
 
@@ -117,6 +118,8 @@ class Endpoint:
     max_message_bytes: int = ListenerLimits.message_bytes
     health_tcp: str = ""
     others: tuple[Listener, ...] = ()
+    refuse_seconds: float = 0.0
+    """Time before the shutdown in which new calls get UNAVAILABLE, so that callers learn of it."""
 
 
 @asynccontextmanager
@@ -127,6 +130,7 @@ async def serve_endpoint(
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serve at all addresses of an endpoint while the body runs."""
+    health, refusal = health or health_aio.HealthServicer(), CallRefusal()
     listeners = [Listener(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
@@ -135,9 +139,12 @@ async def serve_endpoint(
         except ValueError as error:
             raise ConfigurationError(f"cannot listen: {error}") from error
     listeners += endpoint.others
+    listeners = [replace(listener, interceptors=(refusal, *listener.interceptors)) for listener in listeners]
     limits = ListenerLimits(message_bytes=endpoint.max_message_bytes)
     async with serve_listeners(endpoint.service, listeners, grace_seconds, limits, health) as addresses:
         yield addresses
+        await health.enter_graceful_shutdown()
+        await refusal.refuse_for(endpoint.refuse_seconds)
 
 
 @asynccontextmanager

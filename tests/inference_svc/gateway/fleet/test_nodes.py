@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from kvsidecar.cli.root_command import app
+from typer.testing import CliRunner
 
 from benchmarks.node import Node
 from tests.inference_svc.gateway.conftest import Gateway, of_node
@@ -172,7 +174,8 @@ def test_the_fleets_log_has_what_the_nodes_log_has_and_the_node(fleet: Fleet, pa
     line, deadline = None, time.monotonic() + 20
     while line is None:
         said = [json.loads(line) for line in fleet.nodes[0].read_log().splitlines() if name in line]
-        line = said[0] if said else None
+        # The node that answered logs the same id, and may be this one.
+        line = next((one for one in said if "node" in one), None)
         assert time.monotonic() < deadline
     assert line["node"] in [gateway.url for gateway in fleet.gateways]
     assert (line["model"], line["tries"], line["status"]) == ("demo", 1, 200)
@@ -233,3 +236,41 @@ def test_a_rolling_restart_loses_nothing_and_what_was_read_is_still_known(fleet:
     for node in fleet.nodes:
         node.settle()
     assert sum(shares()) >= 0.95 * sum(before) > 0
+
+
+# ---- reasons of misses ------------------------------------------------------------------------------------------
+
+
+def why(front: Gateway, name: str, **headers: str) -> httpx.Response:
+    return httpx.get(f"{front.url}/kvsidecar/v1/requests/{name}", headers=headers)
+
+
+def test_a_reason_comes_from_the_node_that_answered(fleet: Fleet) -> None:
+    front, body = fleet.fronts[0], {"model": "demo", "prompt": "a prompt that no node has seen " * 8, "max_tokens": 1}
+    headers = {"X-Request-Id": "through-the-fleet", "X-KVSidecar-Explain": "true"}
+    answer = httpx.post(f"{front.url}/v1/completions", json=body, headers=headers)
+    assert answer.headers["X-KVSidecar-Miss"].startswith("never_seen; position=")
+    for name in (answer.json()["id"], "through-the-fleet"):
+        assert why(front, name).json()["miss"]["kind"] == "never_seen"
+    done = CliRunner().invoke(app, ["why", "--url", front.url, answer.json()["id"]])
+    assert "reason: never_seen, at token 0" in done.stdout
+    assert why(front, "no-such-id").status_code == 404
+
+
+def test_a_guest_of_the_fleet_is_no_operator_at_its_nodes(fleet: Fleet) -> None:
+    """The nodes take the fleet's gateway, a process of their own user, for an operator."""
+    named = ",".join(gateway.url for gateway in fleet.gateways)
+    front = Gateway(fleet.nodes[0], "--nodes", named, "--api-key", "guest", "--operator-key", "chief")
+    try:
+        guest, chief = ({"Authorization": f"Bearer {key}"} for key in ("guest", "chief"))
+        body = {"model": "demo", "prompt": "a secret " * 20, "max_tokens": 1, "cache_salt": "one"}
+        name = httpx.post(f"{front.url}/v1/completions", json=body, headers=guest).json()["id"]
+        assert why(front, name, **guest).status_code == 404
+        assert why(front, name, **guest, **{"X-Cache-Salt": "one"}).status_code == 200
+        assert why(front, name, **chief).status_code == 200
+        across = {"X-KVSidecar-Explain": "across-tenants"}
+        for key, status in ((guest, 403), (chief, 200)):
+            answer = httpx.post(f"{front.url}/v1/completions", json=body, headers=key | across)
+            assert answer.status_code == status, answer.text
+    finally:
+        front.close()

@@ -78,6 +78,8 @@ class _MissKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissKind.Val
     """Lost to damage: a wrong checksum, header or length."""
     MISS_KIND_ARENA_FULL: _MissKind.ValueType  # 11
     """Stored on disk, but the arena has no space for it now."""
+    MISS_KIND_LOAD_SLOWER: _MissKind.ValueType  # 12
+    """The remote tier has these tokens, and fetching them takes longer than computing them."""
 
 class MissKind(_MissKind, metaclass=_MissKindEnumTypeWrapper):
     """Kind of reason why tokens of a prompt are not cached."""
@@ -106,6 +108,8 @@ MISS_KIND_CORRUPT: MissKind.ValueType  # 10
 """Lost to damage: a wrong checksum, header or length."""
 MISS_KIND_ARENA_FULL: MissKind.ValueType  # 11
 """Stored on disk, but the arena has no space for it now."""
+MISS_KIND_LOAD_SLOWER: MissKind.ValueType  # 12
+"""The remote tier has these tokens, and fetching them takes longer than computing them."""
 Global___MissKind: _TypeAlias = MissKind  # noqa: Y015
 
 class _ReserveOutcome:
@@ -1032,7 +1036,7 @@ class MissReason(_message.Message):
     by: _builtins.str
     """For EVICTED and QUOTA: "arena", "disk" or "entries". For OTHER_NAMESPACE: fields that differ, such as
     "storage_bits: 8, not 16", separated by "; ". For NOT_STORED: "writing" while a session writes the chunk. For DELETED:
-    "session" if the end of the chunk's group removed it.
+    "session" if the end of the chunk's group removed it. For LOAD_SLOWER: "remote".
     """
     remembered_seconds: _builtins.float
     """How far the daemon's memory of this tenant's prompts and losses reaches back, in seconds: since its start, or since

@@ -1,0 +1,72 @@
+"""Calls that arrive while a gRPC server shuts down."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import grpc
+from kvsidecar.errors import Unavailable, from_rpc
+from kvsidecar.net.channel import channel
+from kvsidecar.net.grpc_server import Endpoint, Listener, serve_endpoint, serve_listeners
+
+from tests.kvsidecar.test_grpc_server import NAME, SERVING, health_at, name_at, naming
+
+
+def call_until_refused(address: str, failures: list[grpc.RpcError]) -> threading.Thread:
+    """Call all the time on a thread, as a gateway does, until the first failure."""
+
+    def ask() -> None:
+        with channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as open_channel:
+            call = open_channel.unary_unary(f"/{NAME}/Name")
+            try:
+                while True:
+                    call(b"", timeout=10)
+            except grpc.RpcError as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+async def test_calls_that_arrive_while_a_server_shuts_down_are_unavailable_and_not_cancelled(tmp_path: Path) -> None:
+    """gRPC cancels calls that its shutdown finds unread."""
+    failures: list[grpc.RpcError] = []
+    async with serve_listeners(NAME, [Listener(tmp_path / "s", naming(b""))], lambda: 5.0) as (address,):
+        callers = [call_until_refused(address, failures) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        time.sleep(0.3)  # noqa: ASYNC251 - calls arrive, and the loop reads none of them
+    await asyncio.gather(*(asyncio.to_thread(caller.join) for caller in callers))
+    assert grpc.StatusCode.CANCELLED in {error.code() for error in failures}, "the case under test"
+    assert {type(from_rpc(error)) for error in failures} == {Unavailable}
+
+
+async def test_an_endpoint_refuses_calls_before_it_shuts_down_and_finishes_running_ones(tmp_path: Path) -> None:
+    failures: list[grpc.RpcError] = []
+    hold, arrived = asyncio.Event(), asyncio.Semaphore(0)
+    other = Listener(tmp_path / "held", naming(b"held", hold, arrived))
+    endpoint = Endpoint(NAME, tmp_path / "s", others=(other,), refuse_seconds=1.0)
+    async with serve_endpoint(endpoint, naming(b""), lambda: 5.0) as (address, held):
+        running = asyncio.create_task(name_at(held))
+        await arrived.acquire()
+        callers = [call_until_refused(address, failures) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        asyncio.get_running_loop().call_later(1.5, hold.set)
+        time.sleep(0.3)  # noqa: ASYNC251 - calls arrive, and the loop reads none of them
+    assert await running == b"held"
+    await asyncio.gather(*(asyncio.to_thread(caller.join) for caller in callers))
+    assert {(error.code(), error.details()) for error in failures} == {
+        (grpc.StatusCode.UNAVAILABLE, "this server is shutting down and takes no new calls; try again")
+    }
+
+
+async def test_an_endpoint_that_nobody_calls_shuts_down_at_once(tmp_path: Path) -> None:
+    async with serve_endpoint(Endpoint(NAME, tmp_path / "s", refuse_seconds=30), naming(b""), lambda: 5.0) as (
+        address,
+    ):
+        assert await health_at(address) == SERVING
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
