@@ -138,7 +138,7 @@ def test_without_a_model_and_an_index_one_sentence_says_what_to_do(serve: Any, m
         (["demo", "--dtype", "int8"], "dtype is 'int8'"),
         (["demo", "--dtype", "float16", "--device", "cpu"], "dtype is 'float16'"),
         (["demo", "--storage-bits", "5"], "storage_bits is 5: input should be 16, 8 or 4"),
-        (["demo", "--weights", "5"], "weights is 5: input should be 'auto', 16, 8 or 4"),
+        (["demo", "--weights", "5"], "weights is 5: input should be 'auto', 16, 8, 4 or 'codes'"),
         (["demo", "--pool-bytes", "much"], "pool_bytes is 'much'"),
         (["demo", "--speculate", "draft"], "speculate is draft, and no draft_model is named"),
         (["demo", "--draft-model", "nothing-of-that-name"], "'nothing-of-that-name' is neither 'demo'"),
