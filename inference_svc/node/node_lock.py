@@ -33,10 +33,10 @@ class NodeLock:
             self._file.close()
 
     def describe(self, node: NodeReport) -> None:
-        """Write the description that ``status`` and ``stop`` read."""
+        """Write the description that ``status`` and ``stop`` read. Raises ConfigurationError."""
         assert self._file is not None
         self._node = node
-        write_node_report(self._file, node)
+        self._write(self._file, node)
 
     def restore(self) -> bool:
         """Recreate folder and file if they were deleted; True in that case. Raises ConfigurationError."""
@@ -46,12 +46,27 @@ class NodeLock:
         if gone is not None:
             gone.close()
         if self._node is not None:
-            write_node_report(self._file, self._node)
+            self._write(self._file, self._node)
         return True
+
+    def _write(self, file: TextIO, node: NodeReport) -> None:
+        try:
+            write_node_report(file, node)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError(
+            f"cannot write to {self._path}: {error.strerror}; free space in its file system, or choose another "
+            "--runtime-dir"
+        )
 
     def _acquire(self) -> TextIO:
         ensure_private_dir(self._folder)
-        file = self._path.open("a", encoding="utf-8")
+        try:
+            file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unusable(error) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

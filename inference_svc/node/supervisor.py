@@ -26,6 +26,7 @@ from kvsidecar.cli.service_settings import configure_logging, read_settings, ref
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.http_health import health_status
+from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.node_report import NodeReport, write_reports
@@ -312,6 +313,7 @@ def main(arguments: Sequence[str]) -> int:
         configure_logging(config.log_level, "serve")
         if (numbers := _gpu_numbers(config)) and "workers" not in config.model_fields_set:
             config = config.model_copy(update={"workers": len(numbers)})
+        raise_descriptor_limit()
         ensure_private_dir(config.runtime_dir)
         with NodeLock(config.runtime_dir) as lock:
             _refuse_taken_port(config)

@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from kvsidecar.net.grpc_server import Endpoint, serve_endpoint, stop_on_signals
+from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
@@ -42,6 +43,7 @@ async def serve(config: WorkerConfig) -> None:
 
     If the engine stops, the process exits with EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported.
     """
+    raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
     stop = asyncio.Event()
     stop_on_signals(stop)

@@ -82,3 +82,20 @@ def test_a_stream_that_is_too_long_ends_with_one_sentence_and_counts_as_aborted(
         assert [(line["event"], line["level"]) for line in lines] == [("request", "error")]
     finally:
         served.end()
+
+
+def test_a_worker_that_is_killed_while_it_drains_ends_its_streams_with_one_sentence(tmp_path: Path) -> None:
+    served = Served(tmp_path, workers=2, settings={"KVSIDECAR_DRAIN_SECONDS": "60"})
+    try:
+        stream = Stream(served)  # so many choices that both workers have some
+        busy = served.children(" worker ")[0]
+        busy.terminate()
+        served.until(lambda: '"worker is down"' in served.text(), 30)
+        time.sleep(2)  # past the refusal of new calls
+        busy.kill()
+        stream.wait()
+        assert stream.events[-1]["error"]["message"] == "the worker broke off its answer; send the request again"
+        assert served.ask().status_code == 200
+        served.until(lambda: served.health().get("workers_up") == 2, 120)
+    finally:
+        served.end()

@@ -222,6 +222,17 @@ def test_a_second_node_is_refused(serve: Any, tmp_path: Path) -> None:
         assert "its own --runtime-dir, --store and --port" in said, "all that a second node needs, in the first error"
 
 
+def test_a_runtime_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-m", "inference_svc", "serve", "demo", "--runtime-dir", str(tmp_path), "--port", "1"]
+    done = subprocess.run(["prlimit", "--fsize=0", *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == (
+        f"kvsidecar serve: cannot write to {tmp_path}/serve.lock: File too large; free space in its file system, or "
+        "choose another --runtime-dir\n"
+    )
+    assert done.returncode == 2
+
+
 def test_a_daemon_at_the_nodes_socket_is_refused_before_anything_starts(serve: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cache_daemon", f"--socket={tmp_path}/cache.sock", "--store=none"]
     with subprocess.Popen([*command, "--arena-bytes=1MiB", "--log-level=error"]) as daemon:

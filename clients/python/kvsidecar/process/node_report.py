@@ -46,11 +46,9 @@ class ProcessReport:
 
 
 def write_node_report(lock: TextIO, node: NodeReport) -> None:
-    """Write the report into the lock file; it replaces an earlier node's report."""
-    lock.seek(0)
-    lock.truncate()
-    lock.write(json.dumps(asdict(node)))
-    lock.flush()
+    """Write the report into the lock file; it replaces an earlier node's report. Raises OSError."""
+    os.ftruncate(lock.fileno(), 0)
+    os.pwrite(lock.fileno(), json.dumps(asdict(node)).encode(), 0)
 
 
 def find_node(folder: Path) -> NodeReport | None:
