@@ -1,4 +1,4 @@
-"""The seed of whatever tests draw at random: fixed, unless ``KVSIDECAR_TEST_SEED`` names one or is ``random``.
+"""The seed of whatever tests draw at random: fixed, unless ``TEST_SEED`` names one or is ``random``.
 
 Nightly runs draw one; pytest's header prints it, and the same number repeats the run.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 
-VARIABLE = "KVSIDECAR_TEST_SEED"
+VARIABLE = "TEST_SEED"
 FIXED = 33
 
 

@@ -12,20 +12,23 @@ from tests import nightly, seeds
 from tests.nightly import Step
 
 
+@pytest.fixture(autouse=True)
+def own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run keeps its seed in the environment, which later tests would have, too."""
+    monkeypatch.setenv(seeds.VARIABLE, "7")
+
+
 def python(name: str, program: str, hours: float = 1) -> Step:
     return Step(name, (sys.executable, "-c", program), hours)
 
 
-def test_a_failed_step_stops_no_other_and_fails_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(seeds.VARIABLE, "7")
+def test_a_failed_step_stops_no_other_and_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = (
         python("good", "print('3 passed, 1 skipped in 0.12s')"),
         python("bad", "print('1 failed, 2 passed in 3.1s'); exit(1)"),
         python("slow", "import time; time.sleep(600)", hours=0.5 / 3600),
         Step("absent", (str(tmp_path / "nothing"),), 1),
-        python("last", "import os; print(os.environ['KVSIDECAR_TEST_SEED'])"),
+        python("last", "import os; print(os.environ['TEST_SEED'])"),
     )
     assert nightly.main(["--out", str(tmp_path / "out")], steps) == 1
     told = json.loads((tmp_path / "out" / "nightly.json").read_text())
