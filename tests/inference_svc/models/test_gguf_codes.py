@@ -25,7 +25,7 @@ from inference_svc.models.loader import LoadedModel, load
 from tests.inference_svc.models.gguf_files import SHAPE, random_model, write
 
 pytestmark = pytest.mark.skipif(quantized_gemm.kernel() is None, reason="no variant of the kernels runs here")
-# Where the float16 scales of a type's blocks are.
+# Byte offsets of the float16 scales in a block.
 SCALES = {
     Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,), Kind.Q2_K: (80, 82),
     Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
@@ -226,4 +226,5 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(tmp_path: Path) -
 def test_each_file_of_a_listing_is_named_once() -> None:
     names = ["a-Q4_0.gguf", "b-00002-of-00002.gguf", "b-00001-of-00002.gguf"]
     assert first_parts(names) == ["a-Q4_0.gguf", "b-00001-of-00002.gguf"]
-    assert part_names("a-Q4_0.gguf") == ["a-Q4_0.gguf"]
+    for whole in ("a-Q4_0.gguf", "a-00001-of-00000.gguf"):
+        assert part_names(whole) == first_parts([whole]) == [whole]

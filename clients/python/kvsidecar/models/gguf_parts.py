@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})\.gguf")
 
 
 def part_names(name: str) -> list[str]:

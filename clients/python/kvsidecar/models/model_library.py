@@ -173,14 +173,10 @@ class ModelLibrary:
 
     def known(self, file: Path) -> GgufRecord | None:
         """Return the record of a file with all its parts, if they are unchanged."""
-        found = _read_json(self._note_of(file))
         try:
-            known = GgufRecord(**found)
-        except TypeError:
-            return None
-        try:
+            known = GgufRecord(**_read_json(self._note_of(file)))
             return known if (known.size_bytes, known.modified_ns) == _size_and_time(file) else None
-        except OSError:
+        except (TypeError, OSError):  # a record of another version; a part that is missing
             return None
 
     def remember(self, file: Path, dtype: str, coded: bool) -> GgufRecord:
