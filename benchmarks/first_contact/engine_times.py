@@ -18,7 +18,10 @@ from benchmarks.first_contact.engine_answers import prompt
 from benchmarks.first_contact.kernel_times import KernelTimes, Sizes
 from benchmarks.first_contact.row import RowFile
 from benchmarks.node import Node
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.models.fused_layer_weights import head_dim
 from inference_svc.models.loader import quiet_transformers
+from inference_svc.models.meta_model import build_meta_model
 from inference_svc.models.random_models import PREFIX, config_of_shape
 
 _REPEATS = 3
@@ -35,15 +38,13 @@ class ModelSize:
     @classmethod
     def of(cls, model: str, dtype: torch.dtype) -> ModelSize:
         """Count from the model's configuration, without loading it."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         config: Any = config_of_shape(model) if model.startswith(PREFIX) else AutoConfig.from_pretrained(model)
-        with torch.device("meta"):
-            made: Any = AutoModelForCausalLM.from_config(config)
+        made = build_meta_model(config, dtype, "sdpa")
         tied = bool(config.tie_word_embeddings)
         read = sum(p.numel() for name, p in made.named_parameters() if tied or "embed_tokens" not in name)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * dtype.itemsize
+        kv = KVPool.bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, head_dim(config), dtype)
         return cls(read, kv, dtype.itemsize)
 
 

@@ -56,7 +56,7 @@ def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    model, _ = build_meta_model(config, dtype, attention)
+    model = build_meta_model(config, dtype, attention)
     return {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from kvkernels import awq_dequantize, ops
@@ -20,17 +20,16 @@ from kvsidecar.errors import ModelUnsupported
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from inference_svc.models import compressed_tensors
 from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
-from inference_svc.models.meta_model import build_meta_model
+from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
 
 METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
 # Tensors of which one contains the codes of a quantized linear layer.
-_CODE_PARTS = ("qweight", compressed_tensors.PACKED, *gguf_codes.CODES)
+_CODE_PARTS = ("qweight", compressed_tensors.PACKED, *gguf_codes.BITS_OF_PART)
 # Parts of a weight as AutoAWQ stores them, or a weight in the layout of the CPU kernel.
 PackedWeight = list[Tensor] | QuantizedWeight
 # Builds a layer from its weight and bias; None for a weight that the kernels do not support.
@@ -130,8 +129,7 @@ def load_awq(
     """
     check_quantization(config)
     del config.quantization_config
-    model, rotary = build_meta_model(config, dtype, attention)
-    model.model.rotary_emb = rotary
+    model = build_meta_model(config, dtype, attention)
     where = tensor_files(folder)
     linears = sorted(found for found in map(_linear_of, where) if found)
     state: dict[str, Tensor] = {}
@@ -150,10 +148,8 @@ def load_awq(
     missing = held - state.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     if missing:
         raise ModelUnsupported(f"the files in {folder} lack {len(missing)} weights, the first is {min(missing)}")
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    set_weights(model, state)
+    set_generation_config(model, folder)
     return model
 
 
@@ -201,9 +197,8 @@ def parts_in(where: dict[str, Path], linear: str) -> PackedWeight:
 
     Raises ModelUnsupported if a part is missing or does not fit.
     """
-    for part, bits in gguf_codes.CODES.items():
-        if f"{linear}.{part}" in where:
-            return gguf_codes.stored_weight(tensor_in(where, f"{linear}.{part}"), bits)
+    if codes := _gguf_codes_of(where, linear):
+        return gguf_codes.stored_weight(tensor_in(where, codes.name), codes.bits)
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         return _of_compressed(where, linear)
     return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
@@ -216,9 +211,8 @@ def is_packed(where: dict[str, Path], linear: str) -> bool:
 
 def form_in(where: dict[str, Path], linear: str) -> tuple[int, int] | None:
     """Bits and group size of a linear layer for the CPU kernels; None if they do not support it."""
-    for part, bits in gguf_codes.CODES.items():
-        if f"{linear}.{part}" in where:
-            return bits, quantized_gemm.group_of(shape_in(where, f"{linear}.{part}")[-1], bits)
+    if codes := _gguf_codes_of(where, linear):
+        return codes.bits, quantized_gemm.group_of(shape_in(where, codes.name)[-1], codes.bits)
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         sizes, scales = (
             tensor_in(where, f"{linear}.{compressed_tensors.SHAPE}").tolist(),
@@ -235,6 +229,18 @@ def form_in(where: dict[str, Path], linear: str) -> tuple[int, int] | None:
         raise ModelUnsupported(f"{linear} has 4-bit weights of the shape {shape} in {groups} groups")
     outputs, inputs = shape
     return (4, inputs // groups) if quantized_gemm.serves(inputs, outputs, inputs // groups) else None
+
+
+class _GgufCodes(NamedTuple):
+    """Tensor that has the codes of a GGUF weight, and the bits of a code."""
+
+    name: str
+    bits: int
+
+
+def _gguf_codes_of(where: dict[str, Path], linear: str) -> _GgufCodes | None:
+    names = ((f"{linear}.{part}", bits) for part, bits in gguf_codes.BITS_OF_PART.items())
+    return next((_GgufCodes(name, bits) for name, bits in names if name in where), None)
 
 
 def _linear_of(name: str) -> str:

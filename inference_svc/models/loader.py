@@ -26,7 +26,7 @@ from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
 from kvsidecar.process.free_memory import free_bytes
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models import awq_checkpoint as quantized
@@ -43,7 +43,7 @@ from inference_svc.models.layer_streaming.streamed_model import StreamedModel, l
 from inference_svc.models.layer_streaming.weight_source import CheckpointWeights, RandomWeights, fill_random
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
-from inference_svc.models.meta_model import build_meta_model
+from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_folder
@@ -211,29 +211,29 @@ def load(
 ) -> LoadedModel:
     """Load ``demo``, ``shape:NAME``, or the model that ``resolve`` finds for a name.
 
-    ``weights`` is the width of linear weights in memory: 16, 8, 4, ``auto`` (the checkpoint's; 16 for a GGUF
-    file), or ``codes`` (those of a quantized GGUF file). ``context_length``
-    is the longest sequence that will be served (0: the model's own). ``stream`` chooses the layers to read ahead from a
-    file instead of keeping them in memory. Raises ModelUnsupported, ConfigurationError.
+    ``weights`` is the width of linear weights in memory: 16, 8, 4, ``auto`` (the checkpoint's; 16 for a GGUF file), or
+    ``codes`` (those of a quantized GGUF file). ``context_length`` is the longest sequence that will be served (0: the
+    model's own). ``stream`` chooses the layers to read ahead from a file instead of keeping them in memory. Raises
+    ModelUnsupported, ConfigurationError.
     """
     make_mkl_deterministic()
     reserve_attention_name()
     register_experts()
     place = pick_device(device)
     stream = _streaming_on(place, stream)
-    if name.startswith("shape:"):
-        if weights == CODES:
-            check_codes(None, name, place)
+    folder = None if name.startswith("shape:") else resolve(name)
+    source = open_source(folder) if folder is not None and folder.is_file() else None
+    coded = weights == CODES
+    if coded:
+        check_codes(source, name, place)
+        weights = "auto"  # of the converted folder
+    if folder is None:
         return _load_shape(name, place, dtype, weights, served_name, stream)
-    folder = resolve(name)
     if folder == DEMO_MODEL:
         log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
-    source = open_source(folder) if folder.is_file() else None
-    if weights == CODES:
-        check_codes(source, name, place)
     if source is not None:
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
-        folder = convert_gguf(source, getattr(torch, dtype), coded=weights == CODES)
+        folder = convert_gguf(source, getattr(torch, dtype), coded=coded)
     check_folder(folder)
     identity = weights_fingerprint.of_directory(folder)
     try:
@@ -258,8 +258,7 @@ def load(
         recipe = _recipe(folder, config, chosen, width, packed, keep) if stream.mode != "off" else None
         if recipe is not None and (stream.mode != "auto" or _is_needed(folder, recipe, width, stream)):
             model, streamed = load_streamed(recipe, kept, stream)
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+            set_generation_config(model, folder)
         elif packed:
             model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep, place)
         elif place.type != "cpu":
@@ -336,10 +335,8 @@ def _load_shape(
         model, streamed = load_streamed(recipe, identity, stream)
         kind = type(model).__name__
         return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
-    model, rotary = build_meta_model(config, chosen, ATTENTION_NAME)
-    model.to_empty(device=device)
-    model.model.rotary_emb = rotary
-    model.tie_weights()
+    model = build_meta_model(config, chosen, ATTENTION_NAME)
+    set_weights(model, {n: torch.empty_like(p, device=device) for n, p in model.named_parameters()})
     generator = torch.Generator().manual_seed(_SHAPE_SEED)
     for parameter_name, parameter in sorted(model.named_parameters()):
         on_host = torch.empty_like(parameter, device="cpu", requires_grad=False)  # the same weights on every device

@@ -1,22 +1,37 @@
-"""Builds models without weights on the meta device."""
+"""Models without weights: parameters on the meta device, real buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 
-def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
-    """Build a model on the meta device, and its rotary embedding.
+def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """Build a model with parameters on the meta device and all buffers, which no checkpoint contains."""
 
-    The rotary embedding has real frequencies, for later insertion. Gemma's scale of embeddings, which no file contains,
-    is real as well.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    embedding = model.get_input_embeddings()
-    if hasattr(embedding, "scalar_embed_scale"):
-        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
-    return model, type(model.model.rotary_emb)(config=config)
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Tensor | None:
+        return None if parameter is None or parameter.is_meta else nn.Parameter(parameter.to("meta"))
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    finally:
+        hook.remove()
+
+
+def set_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give a model from ``build_meta_model`` its weights, without a copy."""
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+
+
+def set_generation_config(model: Any, folder: Path) -> None:
+    """Give a model the generation config of a folder, if there is one."""
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

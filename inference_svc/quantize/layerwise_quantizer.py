@@ -54,7 +54,7 @@ class LayerwiseQuantizer:
 
     def __init__(self, folder: Path, config: Any) -> None:
         """Plan the quantization. Raises ModelUnsupported for unsupported shapes."""
-        self._model, self._rotary = build_meta_model(config, torch.float32, "sdpa")
+        self._model = build_meta_model(config, torch.float32, "sdpa")
         self._source = CheckpointWeights(folder, torch.float32, None)
         self._tied = bool(config.tie_word_embeddings)
         self.layers: nn.ModuleList = self._model.model.layers
@@ -93,7 +93,7 @@ class LayerwiseQuantizer:
             prefix = f"model.layers.{number}."
             self._source.fill(layer, prefix)
             _check_finite(layer, prefix)
-            rotary = self._rotary(full[0], position)
+            rotary = self._model.model.rotary_emb(full[0], position)
             inputs = _collect_inputs(layer, read, rotary)
             _forward(layer, full, rotary)
             meant = {name: scale_folding.linear_of(layer, name).weight.data for name in scale_folding.LINEARS}

@@ -22,7 +22,7 @@ Codes = NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
 # Quantization method in config.json of a folder that keeps a file's codes, and bits by the tensor that has the codes.
 METHOD = "gguf"
-CODES = {f"codes{bits}": bits for bits in quantized_gemm.BITS}
+BITS_OF_PART = {f"codes{bits}": bits for bits in quantized_gemm.BITS}
 _LARGEST_ZERO = 60_000.0  # float16 ends at 65,504
 
 

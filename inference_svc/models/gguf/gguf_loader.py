@@ -95,7 +95,6 @@ def convert_gguf(
     the folder cannot be written.
     """
     library = library or ModelLibrary()
-    coded = coded and source.known.coded
     target = _place(source, dtype, library.root / "converted", coded)
     if target.is_dir():
         return target

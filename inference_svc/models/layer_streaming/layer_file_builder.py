@@ -51,7 +51,7 @@ class LayerFileRecipe:
     name: str
     source: str  # the original file, or the name of a random model
 
-    def meta_model(self) -> tuple[Any, Any]:
+    def meta_model(self) -> Any:
         return build_meta_model(self.config, self.dtype, self.attention)
 
     @property
@@ -75,7 +75,7 @@ def build_layer_file(folder: Path, recipe: LayerFileRecipe, size: int) -> None:
             f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
             "--weights 8, --weights 4 and --dtype float32 do without them"
         )
-    model, _ = recipe.meta_model()
+    model = recipe.meta_model()
     check_disk_space(
         f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place"
     )

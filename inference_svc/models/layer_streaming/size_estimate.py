@@ -41,7 +41,7 @@ def estimate_sizes(recipe: LayerFileRecipe) -> SizeEstimate:
     Exact except for oneDNN's padding, and for a weight whose sampled rows are narrower than others. Raises
     ModelUnsupported if a weight is missing.
     """
-    model, _ = recipe.meta_model()
+    model = recipe.meta_model()
     counting = _Counting(recipe)
     layers, vectors = [], sum(p.nbytes for p in model.model.norm.parameters())
     for i, layer in enumerate(model.model.layers):
@@ -88,8 +88,7 @@ class _Counting:
         full = [prefix + name for name in names]
         forms = [form for form in map(materials.form, full) if form is not None]
         if len(forms) == len(full):
-            bits, group = max(bits for bits, _ in forms), min(group for _, group in forms)
-            return padded(quantized_gemm.size_bytes(inputs, outputs, bits, group))
+            return padded(quantized_gemm.size_bytes(inputs, outputs, *quantized_gemm.joined_form(forms)))
         found = quantization_of(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
         if found is not None:
             return padded(quantized_gemm.size_bytes(inputs, outputs, *found))

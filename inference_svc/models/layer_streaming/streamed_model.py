@@ -135,7 +135,7 @@ def check_layouts(index: LayerIndex) -> None:
 
 def check_streamable(recipe: LayerFileRecipe) -> None:
     """Raise ModelUnsupported for a model whose layers cannot be streamed."""
-    model, _ = recipe.meta_model()
+    model = recipe.meta_model()
     large = next((name for name, p in model.model.layers.named_parameters() if p.dim() > 2), None)
     if large is not None:
         raise ModelUnsupported(
@@ -216,9 +216,8 @@ class _ModelAssembly:
     def model(self) -> tuple[Any, StreamedModel]:
         """Assemble the model. Raises LayerFileDamaged."""
         recipe, index = self._recipe, self._file.index
-        model, rotary = recipe.meta_model()
+        model = recipe.meta_model()
         inner = model.model
-        inner.rotary_emb = rotary
         windows = windows_of(model)
         products = [self._shells(i, layer) for i, layer in enumerate(index.layers)]
         made: list[FusedLayerWeights] = []

@@ -84,7 +84,7 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> in
     ``auto`` is the stored width if there are kernels for it, else 16. Raises ConfigurationError for a width that the
     device does not support.
     """
-    if wanted in ("auto", "codes"):
+    if wanted == "auto":
         return stored if device.type != "cpu" or quantized_gemm.kernel() is not None else 16
     width = int(wanted)
     if width == 8 and stored == 4:

@@ -160,9 +160,14 @@ def widen(weight: QuantizedWeight, bits: int, group: int) -> QuantizedWeight:
     return pack(codes, scales.repeat_interleave(times, 1), zeros.repeat_interleave(times, 1), bits)
 
 
+def joined_form(forms: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the bits and the group of concatenated weights: the most bits, and the smallest group."""
+    return max(bits for bits, _ in forms), min(group for _, group in forms)
+
+
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights with the same inputs along their outputs, at the widest bits and in the smallest group."""
-    bits, group = max(part.bits for part in parts), min(part.group for part in parts)
+    """Concatenate weights with the same inputs along their outputs, in their ``joined_form``."""
+    bits, group = joined_form([(part.bits, part.group) for part in parts])
     parts = [widen(part, bits, group) for part in parts]
     first = parts[0]
     data = first.data if len(parts) == 1 else torch.cat([part.data for part in parts])

@@ -267,7 +267,7 @@ def test_scales_are_folded_so_that_nothing_changes_but_the_rounding(qwen2: Path,
     layer.self_attn.config._attn_implementation = "sdpa"
     norm = layer.input_layernorm.weight.clone()
     config = t.AutoConfig.from_pretrained(qwen2)
-    rotary = build_meta_model(config, torch.float32, "sdpa")[1]
+    rotary = build_meta_model(config, torch.float32, "sdpa").model.rotary_emb
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1)) * 3
     turned = rotary(x, torch.arange(40)[None])
     with torch.inference_mode():

@@ -74,7 +74,7 @@ def write_shards(folder: Path) -> int:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     register()
-    model, _ = build_meta_model(config, torch.bfloat16, ATTENTION_NAME)
+    model = build_meta_model(config, torch.bfloat16, ATTENTION_NAME)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     size = 0
     for name, parameter in model.named_parameters():
