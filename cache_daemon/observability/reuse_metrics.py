@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+from cache_daemon.eviction.prefill_cost import MAX_TOKEN_SECONDS
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.sessions import Session
 
@@ -32,8 +33,6 @@ MISSES = {
 }
 _NAMESPACE_DIGITS = 12
 _MAX_NAMESPACES = 32
-# As in the eviction policy: no model takes longer for a token.
-_MAX_TOKEN_SECONDS = 10.0
 
 
 class ReuseLabels(NamedTuple):
@@ -82,16 +81,14 @@ class ReuseMetrics:
         """Count a load that a session reports with the end of its lease on ``chunks``."""
         if not session.shares_memory or not chunks:
             return
-        counts, tokens = (
-            self._of(session.namespace, chunks[0].tenant.id),
-            min(report.tokens, sum(c.tokens for c in chunks)),
-        )
+        counts, all_tokens = self._of(session.namespace, chunks[0].tenant.id), sum(c.tokens for c in chunks)
+        tokens = min(report.tokens, all_tokens)
         counts.loads += 1
         counts.loaded_tokens += tokens
         counts.loaded_bytes += min(report.payload_bytes, sum(c.size_bytes for c in chunks))
         counts.load_seconds += report.microseconds / 1e6
-        seconds = sum(min(c.prefill_seconds, c.tokens * _MAX_TOKEN_SECONDS) for c in chunks)
-        counts.saved_prefill_seconds += seconds * tokens / sum(c.tokens for c in chunks)
+        seconds = sum(min(c.prefill_seconds, c.tokens * MAX_TOKEN_SECONDS) for c in chunks)
+        counts.saved_prefill_seconds += seconds * tokens / all_tokens
 
     def add_stored(self, session: Session, account: bytes, tokens: int, size_bytes: int) -> None:
         """Count a stored chunk."""

@@ -144,14 +144,13 @@ class Lookup:
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
         num_matched, passed = sum(n for _, n in found), _num_outside_window(found, window)
         prefix, num_passed = found[passed:], sum(n for _, n in found[:passed])
-        leasable = self._leasable(session, prefix)
+        leasable = prefix[: self._num_leasable(session, [c for c, _ in prefix])]
         lease = LeaseGuard([c for c, _ in leasable], self._tiers.on_released, session.usage)
         try:
             if len(prefix) > _SLICE:
                 await asyncio.sleep(0)
             content_hits = await self._match_contents(session, root, ids, contents, num_matched)
-            if session.usage is not None:
-                content_hits = content_hits[: session.usage.num_fitting([c for _, c, _ in content_hits])]
+            content_hits = content_hits[: self._num_leasable(session, [c for _, c, _ in content_hits])]
             lease.add([c for _, c, _ in content_hits])
             wanted = dict.fromkeys(lease.chunks)
             missing = [c for c in wanted if c.arena_state is not Residency.PRESENT]
@@ -249,9 +248,9 @@ class Lookup:
         return [(start, c, n) for start, c, n in found if c.indexed]
 
     @staticmethod
-    def _leasable(session: Session, found: Sequence[MatchedChunk]) -> Sequence[MatchedChunk]:
-        """Return the leading chunks that the session's caller may lease."""
-        return found if session.usage is None else found[: session.usage.num_fitting([c for c, _ in found])]
+    def _num_leasable(session: Session, chunks: Sequence[Chunk]) -> int:
+        """Return how many leading chunks the session's caller may lease."""
+        return len(chunks) if session.usage is None else session.usage.num_fitting(chunks)
 
     @staticmethod
     def _usable(found: Sequence[MatchedChunk]) -> tuple[MatchedChunk, ...]:
