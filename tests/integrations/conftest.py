@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from benchmarks.node import Node
 from tests.integrations.pools import LMCACHE, SGLANG
 
 _MISSING = {
@@ -21,3 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in _MISSING.items():
             if not there[name] and item.get_closest_marker(name) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 1000}) as running:
+        yield running
+
+
+@pytest.fixture
+def engines() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack

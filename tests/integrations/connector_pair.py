@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -158,3 +159,16 @@ class Vllm:
         out = memoryview(bytearray(header.payload_bytes))
         BlockCopier(self.caches[rank]).pack(slots_of(blocks, BLOCK_TOKENS), header, out)
         return bytes(out)
+
+
+def start(stack: ExitStack, node: Node, name: str, **options: Any) -> Vllm:
+    found = Vllm(node, name, **options)
+    stack.callback(found.close)
+    return found
+
+
+def until_no_lease(node: Node) -> None:
+    deadline = time.monotonic() + 5
+    while node.cache_stats().leases:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvsidecar.integrations.vllm import pending_lookup, scheduler_connector
 from kvsidecar.kv_transfer.block_copier import BlockCopier
-from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.transport import NoTransport
 
 from benchmarks.node import Node
-from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Status, Vllm
+from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Status, Vllm, start, until_no_lease
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 1000}) as running:
-        yield running
-
-
-@pytest.fixture
-def engines() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def start(stack: ExitStack, node: Node, name: str, **options: Any) -> Vllm:
-    found = Vllm(node, name, **options)
-    stack.callback(found.close)
-    return found
-
-
-def until_no_lease(node: Node) -> None:
-    deadline = time.monotonic() + 5
-    while node.cache_stats().leases:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def goes_on(engine: Vllm, request: Request) -> bool:
@@ -294,93 +263,6 @@ def test_the_scheduler_maps_no_payloads(node: Node, engines: ExitStack) -> None:
     assert session is not None
     assert session.summary is not None
     assert isinstance(session.transport, NoTransport)
-
-
-def test_a_lookup_that_fails_finds_nothing(
-    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = start(engines, node, "fails")
-    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(one.scheduler, "_match", fails)
-    request = Request("b", PROMPT)
-    with caplog.at_level(logging.WARNING):
-        assert one.matched(request) == (0, False)
-    assert "looking a prompt up failed, computing instead: planted" in caplog.text
-    one.allocated(request, [0, 1, 2, 3, 4], 0)
-
-
-def test_the_lookups_of_a_step_are_waited_for_together(
-    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = start(engines, node, "waits")
-    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
-    real, patience, go = scheduler_connector.wait, [], threading.Event()
-
-    def waiting(futures: Any, seconds: float) -> None:
-        patience.append(seconds)
-        real(futures, seconds)
-
-    monkeypatch.setattr(scheduler_connector, "wait", waiting)
-    monkeypatch.setattr(one.scheduler, "_match", lambda *_: go.wait(10) and None)
-    try:
-        for name in "bcd":
-            one.scheduler.get_num_new_matched_tokens(Request(name, PROMPT), 0)
-        one.step()
-        one.scheduler.get_num_new_matched_tokens(Request("e", PROMPT), 0)
-    finally:
-        go.set()
-    assert patience[0] == patience[3] == scheduler_connector._MAX_LOOKUP_SECONDS
-    assert max(patience[1:3]) < patience[0] / 2
-
-
-def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_again(
-    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = start(engines, node, "holds")
-    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
-    until_no_lease(node)
-    clock, real = 0.0, time.monotonic
-    for module in (scheduler_connector, pending_lookup):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: real() + clock))
-    go, match = threading.Event(), PrefixLookup.match
-
-    def late(*arguments: Any, **options: Any) -> Any:
-        assert go.wait(10)
-        return match(*arguments, **options)
-
-    monkeypatch.setattr(PrefixLookup, "match", late)
-    waiting = Request("b", PROMPT)
-    assert one.scheduler.get_num_new_matched_tokens(waiting, 0) == (None, False)
-    clock = 60.0  # a disk that took its time
-    go.set()
-    assert one.matched(waiting) == (WHOLE, True)
-    held = one.scheduler._requests["b"].lookup
-    one.step()
-    assert one.scheduler._requests["b"].lookup is held, "the hold begins with the answer"
-    assert node.cache_stats().leases == 1
-    clock = 120.0
-    one.step()
-    until_no_lease(node)
-    assert one.matched(waiting) == (WHOLE, True)
-    one.allocated(waiting, [4, 3, 2, 1], WHOLE)
-    clock = 180.0
-    one.scheduler.build_connector_meta(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
-    assert node.cache_stats().leases == 1, "what is loading is kept"
-
-
-def test_an_adapter_that_cannot_be_identified_is_said_once(
-    node: Node, engines: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = start(engines, node, "adapter")
-    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
-    with caplog.at_level(logging.WARNING):
-        for name in "ab":
-            assert one.matched(Request(name, PROMPT, lora_request=lora)) == (0, False)
-    assert caplog.text.count("the LoRA adapter l has no weights at") == 1
 
 
 def test_a_load_waits_for_work_that_the_engine_enqueued_before(

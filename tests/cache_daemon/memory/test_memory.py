@@ -242,57 +242,48 @@ def test_idle_staging_gives_its_memory_back_and_never_what_is_reserved() -> None
     staging.close()
 
 
-async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: Path) -> None:
-    class Shares:
-        failing = True
+class Shares:
+    """Answers one byte instead of a descriptor, or fails."""
 
-        def arena(self, session_id: bytes, peer: socket.socket) -> None:
-            if self.failing:
-                raise RuntimeError("the driver is gone")
-            peer.send(b"1")
+    failing = False
 
-        staging = summary = arena
+    def arena(self, session_id: bytes, peer: socket.socket) -> None:
+        if self.failing:
+            raise RuntimeError("the driver is gone")
+        peer.send(b"1")
 
-    def asked() -> bytes:
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.settimeout(10)
-            peer.connect(str(tmp_path / "memory"))
+    staging = summary = arena
+
+
+def asked_for_arena(path: Path) -> bytes:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(10)
+        peer.connect(str(path))
+        try:
             peer.sendall(bytes(16) + ARENA)
             return peer.recv(1)
+        except ConnectionError:  # closed before it was read
+            return b""
 
-    shares = Shares()
-    async with serve_fds(tmp_path / "memory", shares, 0o600, lambda _: True):
+
+async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: Path) -> None:
+    shares, path = Shares(), tmp_path / "memory"
+    shares.failing = True
+    async with serve_fds(path, shares, 0o600, lambda _: True):
         with structlog.testing.capture_logs() as lines:
-            assert await asyncio.to_thread(asked) == b""
+            assert await asyncio.to_thread(asked_for_arena, path) == b""
         assert [line["event"] for line in lines] == ["memory could not be given to a session"]
         shares.failing = False
-        assert await asyncio.to_thread(asked) == b"1"
+        assert await asyncio.to_thread(asked_for_arena, path) == b"1"
 
 
 async def test_a_peer_that_is_not_allowed_gets_no_memory(tmp_path: Path) -> None:
     """It knows the socket and an open session, and is refused all the same."""
-
-    class Shares:
-        def arena(self, session_id: bytes, peer: socket.socket) -> None:
-            peer.sendall(b"1")
-
-        staging = summary = arena
-
-    def asked() -> bytes:
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.settimeout(10)
-            peer.connect(str(tmp_path / "memory"))
-            try:
-                peer.sendall(bytes(16) + ARENA)
-                return peer.recv(1)
-            except ConnectionError:  # closed before it was read
-                return b""
-
-    allowed = [False]
-    async with serve_fds(tmp_path / "memory", Shares(), 0o600, lambda _: allowed[0]):
-        assert await asyncio.to_thread(asked) == b""
+    allowed, path = [False], tmp_path / "memory"
+    async with serve_fds(path, Shares(), 0o600, lambda _: allowed[0]):
+        assert await asyncio.to_thread(asked_for_arena, path) == b""
         allowed[0] = True
-        assert await asyncio.to_thread(asked) == b"1"
+        assert await asyncio.to_thread(asked_for_arena, path) == b"1"
 
 
 def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:

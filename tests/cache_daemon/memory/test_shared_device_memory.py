@@ -27,7 +27,7 @@ CHUNK_SUM = hashlib.sha256(CHUNK).hexdigest()
 
 @pytest.fixture(params=PLACES)
 def environment(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """What the other process gets: the same driver as this one."""
+    """Driver of the other process: the same as this one's."""
     if request.param == "cuda":
         yield dict(os.environ)
         return

@@ -1,15 +1,20 @@
-"""A gateway's application behind its own HTTP server, on a socket of this process."""
+"""Gateways that answer: an application on a socket of this process, or a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 
+from benchmarks.node import free_port
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.gateway_server import _Server, configured
 from inference_svc.gateway.routes import create_app
@@ -47,3 +52,26 @@ async def said_to(port: int, said: bytes, seconds: float = 30) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+
+
+@contextmanager
+def gateway_process(descriptors: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A gateway with limits of descriptors (as of ``prlimit --nofile``) that answers, and its port."""
+    port = free_port()
+    command = [sys.executable, "-m", "inference_svc", "gateway", *flags, "--port", str(port)]
+    with subprocess.Popen(
+        ["prlimit", f"--nofile={descriptors}", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as gateway:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    assert httpx.get(f"http://127.0.0.1:{port}/version", timeout=5).status_code == 200
+                    break
+                except httpx.TransportError:
+                    assert gateway.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            yield gateway, port
+        finally:
+            gateway.terminate()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -15,10 +12,9 @@ import httpx
 import pytest
 from fastapi import FastAPI, Response
 
-from benchmarks.node import free_port
 from inference_svc.gateway import connection_limits
 from inference_svc.gateway.connection_limits import MAX_PIPELINED
-from tests.inference_svc.gateway.http_server import listening, refused, said_to
+from tests.inference_svc.gateway.http_server import gateway_process, listening, refused, said_to
 
 ASK = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"prompt":"a","max_tokens":1}'
@@ -99,30 +95,14 @@ async def test_health_is_answered_when_all_connections_are_taken(monkeypatch: py
 
 
 def test_clients_that_take_all_descriptors_do_not_take_healths() -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "inference_svc", "gateway", "--workers", "127.0.0.1:1", "--port", str(port)]
-    with subprocess.Popen(
-        ["prlimit", "--nofile=128:128", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as gateway:
+    with gateway_process("128:128", "--workers", "127.0.0.1:1") as (gateway, port):
+        assert resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE) == (128, 128)
+        held = [unread(port, ASK * 40) for _ in range(50)]  # more than the 32 that are for all
         try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    assert httpx.get(f"http://127.0.0.1:{port}/version", timeout=5).status_code == 200
-                    break
-                except httpx.TransportError:
-                    assert gateway.poll() is None
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
-            assert resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE) == (128, 128)
-            held = [unread(port, ASK * 40) for _ in range(50)]  # more than the 32 that are for all
-            try:
-                answers = [httpx.get(f"http://127.0.0.1:{port}/health", timeout=20) for _ in range(5)]
-            finally:
-                for one in held:
-                    one.close()
+            answers = [httpx.get(f"http://127.0.0.1:{port}/health", timeout=20) for _ in range(5)]
         finally:
-            gateway.terminate()
+            for one in held:
+                one.close()
     assert [answer.json()["status"] for answer in answers] == ["no worker is up"] * 5
 
 

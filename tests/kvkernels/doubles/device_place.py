@@ -30,7 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedDevice]:
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> torch.device:
-    """Where the pool lies; chunks cross over doubles or a real copy engine."""
+    """Device of the pool; chunks cross over doubles or a real copy engine."""
     if request.param == "doubles":
         request.getfixturevalue("device")
         return torch.device("cpu")

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import subprocess
-import sys
-import time
 
-import httpx
 import pytest
 
-from benchmarks.node import free_port
 from inference_svc.gateway.fleet import prefix_query
 from tests.inference_svc.gateway.fleet.peers import Peer, fleet_of
+from tests.inference_svc.gateway.http_server import gateway_process
 
 LONG = "tell me what you know of the sea. " * 20
 
 
 def test_a_gateway_may_have_more_than_its_shell_allows() -> None:
-    port, (_, hard) = free_port(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    command = [sys.executable, "-m", "inference_svc", "gateway", "--nodes", "http://127.0.0.1:1", "--port", str(port)]
-    begun = ["prlimit", "--nofile=256:", *command]
-    with subprocess.Popen(begun, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as gateway:
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    assert httpx.get(f"http://127.0.0.1:{port}/version", timeout=5).status_code == 200
-                    break
-                except httpx.TransportError:
-                    assert gateway.poll() is None
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
-            soft, _ = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
-            assert soft == (1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16))
-        finally:
-            gateway.terminate()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with gateway_process("256:", "--nodes", "http://127.0.0.1:1") as (gateway, _):
+        soft, _ = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
+        assert soft == (1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16))
 
 
 async def test_no_more_are_asked_at_one_time_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
