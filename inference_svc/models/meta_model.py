@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,30 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 
+class _BuildState(threading.local):
+    building = False
+
+
+_state = _BuildState()
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Tensor | None:
+    if not _state.building or parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.to("meta"))
+
+
+# The hook sees the modules of all threads. So it stays, and each thread says when it builds.
+register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
+
+
 def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """Build a model with parameters on the meta device and all buffers, which no checkpoint contains."""
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Tensor | None:
-        return None if parameter is None or parameter.is_meta else nn.Parameter(parameter.to("meta"))
-
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    _state.building = True
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     finally:
-        hook.remove()
+        _state.building = False
 
 
 def set_weights(model: Any, weights: Mapping[str, Tensor]) -> None:

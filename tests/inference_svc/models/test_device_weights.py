@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import transformers as t
 
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name
 from inference_svc.models.device_weights import load_to_device
+from inference_svc.models.meta_model import build_meta_model
 from tests.inference_svc.models.test_architectures import CASES, COMMON
 
 # Their experts are merged by transformers while it loads.
@@ -72,6 +75,31 @@ def test_a_model_loaded_to_a_device_is_the_one_that_transformers_loads(name: str
             assert got[key].dtype == tensor.dtype, key
             assert torch.equal(got[key], tensor), key
     assert mine.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+def test_models_built_at_once_leave_modules_of_other_threads_alone() -> None:
+    config = t.LlamaConfig(**COMMON)
+    built = threading.Event()
+    others: list[torch.nn.Linear] = []
+
+    def build() -> bool:
+        models = [build_meta_model(config, torch.float32, "eager") for _ in range(20)]
+        return all(weight.is_meta for model in models for weight in model.parameters())
+
+    def make_others() -> None:
+        while not built.is_set():
+            others.append(torch.nn.Linear(2, 2))
+
+    with ThreadPoolExecutor(4) as threads:
+        made = threads.submit(make_others)
+        models_on_meta = [threads.submit(build) for _ in range(3)]
+        try:
+            assert all(model.result() for model in models_on_meta)
+        finally:
+            built.set()
+        made.result()
+    assert others
+    assert not any(weight.is_meta for other in others for weight in other.parameters())
 
 
 @pytest.mark.parametrize("model", ["checkpoint", "shape:tiny"])
