@@ -225,7 +225,7 @@ class CudaGraphs:
 def make_cuda_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> CudaGraphs | None:
     """Creates CUDA graphs for a pool; None unless our CUDA attention serves its decode steps."""
     device = pool.keys.device
-    if device.type != "cuda" or pool.native is None or "decode" not in pool.native.kinds:
+    if not decoder.recordable or device.type != "cuda" or pool.native is None or "decode" not in pool.native.kinds:
         return None
     return CudaGraphs(decoder, pool, CudaGraphRecorder(device), most_sequences)
 
