@@ -177,7 +177,8 @@ class KVPool(BlockAllocator):
             return positions
         slots = table.slots(0, int(positions[-1]) + 1)[positions]
         held = slots != UNMAPPED
-        return positions[held][~self.are_finite(slots[held])]
+        corrupt: NDArray[np.int64] = positions[held][~self.are_finite(slots[held])]
+        return corrupt
 
     def are_finite(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Returns for each slot whether its keys and values are finite in all layers."""

@@ -118,7 +118,7 @@ def norm_weight(norm: Any) -> Tensor:
     return norm.weight.detach().float().contiguous()  # type: ignore[no-any-return]
 
 
-def take_weights(layer: Any) -> tuple[dict[str, Joined | RowParallelLinear], dict[str, Tensor]]:
+def take_weights(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Take products and norms out of a layer, by field name.
 
     Drops its linear modules, so that memory holds each weight once.

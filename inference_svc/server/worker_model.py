@@ -6,7 +6,6 @@ Rank 0 and the other ranks of a tensor-parallel worker build them alike.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import structlog
 from kvsidecar.byte_sizes import format_size
@@ -168,8 +167,11 @@ def new_pool(
     loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None, ranks: RankProcesses | None = None
 ) -> KVPool:
     """Build a pool of ``tokens`` tokens, with the attention kernels of its device."""
-    shape: tuple[Any, ...] = (loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
-    pool = KVPool(*shape, loaded.windows, overflow) if ranks is None else ParallelKVPool(ranks, *shape, loaded.windows)
+    shape, windows = (loaded.layers, loaded.kv_heads, loaded.head_dim), loaded.windows
+    if ranks is None:
+        pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
+    else:
+        pool = ParallelKVPool(ranks, *shape, tokens, loaded.dtype, loaded.device, windows)
     kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
         pool.native = select_cuda_attention(pool, kernels, loaded.heads)

@@ -71,11 +71,15 @@ class RankCache:
         self._daemon.close()
 
     def _run(self, order: CacheOrder) -> None:
-        session, done = self._daemon.session, False
+        session = self._daemon.session
+        if session is None or not self._succeeds(order, session):
+            self._answer_failed(order)
+
+    def _succeeds(self, order: CacheOrder, session: Session) -> bool:
+        """Executes an order. Logs a failure, and ends the session unless the daemon only refused or was slow."""
         try:
-            if session is not None:
-                self._execute(order, session)
-                done = True
+            self._execute(order, session)
+            return True
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 session.suspect()
@@ -88,8 +92,7 @@ class RankCache:
         except Exception:
             session.finish()
             log.exception("cache failed, computing instead")
-        if not done:
-            self._answer_failed(order)
+        return False
 
     def _execute(self, order: CacheOrder, session: Session) -> None:
         match order:

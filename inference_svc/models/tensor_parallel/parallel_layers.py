@@ -68,7 +68,8 @@ class FullWidthRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         squares = self._group.sum(wide.square().sum(-1, keepdim=True))
-        return (self.weight * (wide * torch.rsqrt(squares / self._channels + self._epsilon))).to(x.dtype)
+        normed: Tensor = self.weight * (wide * torch.rsqrt(squares / self._channels + self._epsilon))
+        return normed.to(x.dtype)
 
 
 def parallelize(model: Any, plan: ShardPlan, group: RankGroup) -> None:
@@ -78,9 +79,9 @@ def parallelize(model: Any, plan: ShardPlan, group: RankGroup) -> None:
         attention, feed_forward = layer.self_attn, layer.mlp
         attention.o_proj = RowParallelLinear(attention.o_proj, group)
         feed_forward.down_proj = RowParallelLinear(feed_forward.down_proj, group)
-        for name, heads in (("q_norm", plan.all_heads), ("k_norm", plan.all_kv_heads)):
+        for name in ("q_norm", "k_norm"):
             norm = getattr(attention, name, None)
-            if norm is not None and len(norm.weight) != plan.head_dim:
-                setattr(attention, name, FullWidthRMSNorm(norm, heads * plan.head_dim, group))
+            if channels := getattr(norm, "all_channels", 0):
+                setattr(attention, name, FullWidthRMSNorm(norm, channels, group))
     inner.embed_tokens = VocabularyParallelEmbedding(inner.embed_tokens, plan, group)
     model.lm_head = VocabularyParallelHead(model.lm_head, plan, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from kvsidecar.errors import Unavailable
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 
 class RankGroup:
@@ -27,7 +29,7 @@ class RankGroup:
         self.rank, self.size, self.device = rank, size, device
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            files = dist.FileStore(str(store), size)
+            files = FileStore(str(store), size)
             files.set_timeout(timeout)
             connect = _nccl if device.type == "cuda" else _gloo
             self._group = connect(files, rank, size, timeout)
@@ -52,33 +54,33 @@ class RankGroup:
         widest = max(widths)
         padded = part if part.shape[1] == widest else torch.nn.functional.pad(part, (0, widest - part.shape[1]))
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else []
-        self._await(self._group.gather([parts] if parts else [], [padded.contiguous()], dist.GatherOptions()))
+        self._run(lambda: self._group.gather([parts] if parts else [], [padded.contiguous()], dist.GatherOptions()))
         if self.rank:
             return part
         return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], 1)
 
     def _gathered(self, part: Tensor) -> Tensor:
         """Returns ``[ranks, *part.shape]``."""
-        out = part.new_empty(self.size, *part.shape)
-        self._await(self._group._allgather_base(out, part.contiguous()))
-        return out
+        out = part.new_empty(self.size * part.numel())
+        self._run(lambda: self._group._allgather_base(out, part.reshape(-1)))
+        return out.view(self.size, *part.shape)
 
-    def _await(self, work: Any) -> None:
+    def _run(self, start: Callable[[], Any]) -> None:
         try:
-            work.wait()
+            start().wait()
         except RuntimeError as error:
             raise Unavailable(f"rank {self.rank} of {self.size} does not get the others' part: {error}") from error
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Process group over the loopback interface: all ranks are on this machine."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -80,6 +80,8 @@ def _set_slice(model: Any, plan: ShardPlan, name: str, read: _Read, shape: tuple
     path, _, field = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, field, nn.Parameter(weight, requires_grad=False))
+    if plan.is_full_width_norm(name, shape):
+        module.all_channels = shape[0]
     if isinstance(module, nn.Linear) and field == "weight":
         module.out_features, module.in_features = weight.shape
     elif isinstance(module, nn.Embedding):

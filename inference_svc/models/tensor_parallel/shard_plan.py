@@ -19,7 +19,7 @@ Part = tuple[int, int]
 _CHANNEL_UNITS = (64, 32, 16, 8, 1)
 _VOCABULARY_UNIT = 64
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.(weight|bias)$")
-_FULL_WIDTH_NORM = re.compile(r"\.self_attn\.([qk])_norm\.weight$")
+_HEAD_NORM = re.compile(r"\.self_attn\.[qk]_norm\.weight$")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,13 @@ class ShardPlan:
         query, key = self._rows(self.heads), self._rows(self.kv_heads)
         if found := _QKV.search(name):
             return 0, [query if found[1] == "q" else key]
-        if found := _FULL_WIDTH_NORM.search(name):
-            return None if shape[0] == self.head_dim else (0, [query if found[1] == "q" else key])
+        if self.is_full_width_norm(name, shape):
+            if self.replicates_kv_heads:
+                raise ModelUnsupported(
+                    f"tensor_parallel_size is {self.size}, and {name} spans all {self.all_kv_heads} key heads; allowed "
+                    f"are 1 to {self.all_kv_heads}"
+                )
+            return 0, [query if ".q_norm." in name else key]
         if name.endswith(".self_attn.qkv_proj.weight"):
             first_key, first_value = (
                 self.all_heads * self.head_dim,
@@ -84,6 +89,10 @@ class ShardPlan:
         if len(shape) == 1 and ("norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))):
             return None
         raise ModelUnsupported(f"tensor_parallel_size is {self.size}, and {name} cannot be divided; use 1")
+
+    def is_full_width_norm(self, name: str, shape: tuple[int, ...]) -> bool:
+        """True for the weight of a norm over all query or key heads together, as in OLMo 2."""
+        return bool(_HEAD_NORM.search(name)) and shape[0] != self.head_dim
 
     def _rows(self, heads: Part) -> Part:
         return heads[0] * self.head_dim, heads[1] * self.head_dim
