@@ -67,27 +67,21 @@ def test_answers_are_those_of_one_process_with_another_namespace(ranks: Node) ->
     assert len(roots(ranks) - of_ranks) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_hit_after_the_death_of_a_rank(ranks: Node, rank: int) -> None:
-    prompt = f"Rank {rank} is killed. {TEXT}"
-    before = ask(ranks, prompt)
-    other = others(ranks)[0]
-    if rank == 0:
-        ranks.kill("worker-0")
-        psutil.wait_procs([other], timeout=20)
-        assert not other.is_running(), "a rank outlives rank 0"
-    else:
-        other.kill()
-        assert ranks._processes["worker-0"].wait(20) == EXIT_ENGINE_STOPPED
-        assert f"rank 1 of 2 (process {other.pid}) was killed by signal 9" in ranks.read_log()
+def test_a_hit_after_the_death_of_rank_0(ranks: Node) -> None:
+    prompt = f"Rank 0 is killed. {TEXT}"
+    before, other = ask(ranks, prompt), others(ranks)[0]
+    ranks.kill("worker-0")
+    psutil.wait_procs([other], timeout=20)
+    assert not other.is_running(), "a rank outlives rank 0"
     ranks.start_worker(0)
     after = ask(ranks, prompt)
     assert after.cached_tokens > 200
     assert after.token_ids == before.token_ids
 
 
-def test_the_death_of_a_rank_in_a_step_ends_the_request(ranks: Node) -> None:
-    other, failed = others(ranks)[0], list[KVSidecarError]()
+def test_a_hit_after_the_death_of_rank_1_in_a_step(ranks: Node) -> None:
+    prompt = f"Rank 1 is killed. {TEXT}"
+    before, other, failed = ask(ranks, prompt), others(ranks)[0], list[KVSidecarError]()
 
     def run() -> None:
         try:
@@ -103,14 +97,18 @@ def test_the_death_of_a_rank_in_a_step_ends_the_request(ranks: Node) -> None:
     asking.join(30)
     assert isinstance(failed[0], Unavailable), "the caller may retry elsewhere"
     assert ranks._processes["worker-0"].wait(20) == EXIT_ENGINE_STOPPED
+    assert f"rank 1 of 2 (process {other.pid}) was killed by signal 9" in ranks.read_log()
     ranks.start_worker(0)
+    after = ask(ranks, prompt)
+    assert after.cached_tokens > 200
+    assert after.token_ids == before.token_ids
 
 
 def test_a_stopped_worker_leaves_no_rank(ranks: Node) -> None:
     other = others(ranks)[0]
     ranks.kill("worker-0", signal.SIGTERM)
-    assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
-    ranks.start_worker(0)
+    assert not other.is_running()
+    assert "error" not in ranks.read_log().splitlines()[-1]
 
 
 def config(folder: Path, **settings: float) -> WorkerConfig:
