@@ -23,7 +23,7 @@ from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import CacheParams, GenerationRequest
-from inference_svc.sequence.kv_connector import LoadResult
+from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE, LoadResult
 from inference_svc.sequence.sequence import Sequence
 from inference_svc.tensor_parallel.rank_messages import (
     Answer,
@@ -156,4 +156,6 @@ class RankCache:
     def _sequence(self, tokens: list[int], cache: CacheParams) -> Sequence:
         """Returns a sequence for the loader and the saver, which use only its tokens, its blocks and its cache."""
         request = GenerationRequest("rank", len(tokens), 1, SamplingParams(), frozenset(), cache=cache)
-        return Sequence(request, tokens, self._detokenizer, lambda _: None)
+        sequence = Sequence(request, tokens, self._detokenizer, lambda _: None)
+        sequence.set_miss(MISS_UNAVAILABLE)  # rank 0 explains misses
+        return sequence

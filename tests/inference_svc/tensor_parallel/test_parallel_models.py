@@ -10,10 +10,12 @@ import torch
 from kvsidecar.errors import ModelUnsupported
 from safetensors import safe_open
 
+from inference_svc import Engine
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.forward_batch import SequenceSlice, build_batch
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
+from inference_svc.models.model_resolver import resolve
 from inference_svc.models.supported_architectures import SUPPORTED
 from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from tests.inference_svc.models.test_architectures import COMMON, build
@@ -144,3 +146,21 @@ def test_files_that_name_weights_otherwise_are_refused(tmp_path: Path) -> None:
         return str(error.value)
 
     assert all("model.layers.1.mlp.up_proj.weight" in said for said in on_ranks(2, tmp_path, refused))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_smollm2_answers_like_one_process(tmp_path: Path) -> None:
+    """Greedy answers of the model that people have: nine query heads over three key heads, so unequal parts."""
+    try:
+        resolve("smollm2")
+    except ModelUnsupported as error:
+        pytest.skip(str(error))
+    questions = ["What is the capital of Germany?", "Write a sentence with bread in it.", "Why does rain matter?"]
+    answers = list[list[list[int]]]()
+    for size in (1, 2):
+        settings: dict[str, Any] = {"dtype": "float32", "pool_bytes": "128MiB", "tensor_parallel_size": size}
+        with Engine.from_pretrained("smollm2", cache=None, **settings) as engine:
+            prompts = [[{"role": "user", "content": question}] for question in questions]
+            answers.append([engine.generate(one, max_tokens=24, temperature=0).token_ids for one in prompts])
+    assert answers[0] == answers[1]
