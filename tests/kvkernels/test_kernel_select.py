@@ -142,9 +142,7 @@ def test_a_library_without_a_device_says_why(
         load_library(0)
 
 
-def test_threads_that_ask_at_once_wait_for_one_compilation(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_ask_at_once_wait_for_one_compilation(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = list[str]()
 
     def cubins(name: str) -> list[bytes]:

@@ -61,9 +61,7 @@ def test_reference_and_kernel_multiply_alike(emulated: Emulated) -> None:
     assert (awq_gemm.gemm(emulated, x, packed).float() - product.float()).abs().max() <= 2e-3 * product.abs().max()
 
 
-def test_attention_beyond_a_cards_shared_memory_is_torchs(
-    emulated: Emulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_beyond_a_cards_shared_memory_is_torchs(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_kernels", lambda x: emulated)
     monkeypatch.setattr(ops, "fits", lambda device, kernel, shared_bytes: shared_bytes <= T4.shared_bytes)
     assert ops._attention_kernels(torch.zeros(1, 4, 256)) is None

@@ -133,9 +133,7 @@ def test_torch_serves_where_it_is_faster(
     assert pool.free_pages == before
 
 
-def test_a_kernel_that_cannot_be_launched_is_left_to_torch(
-    emulated: Emulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the start of the worker."""
     pool, now = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu")), [0.0]
 
