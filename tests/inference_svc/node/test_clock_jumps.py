@@ -97,9 +97,7 @@ def test_answers_go_on_and_nothing_that_was_stored_is_lost(
     reader.join()
     assert lines[-1] == "data: [DONE]"
     assert not any("error" in json.loads(line[6:]) for line in lines[:-1])
-    (worker,) = served.children("--name=worker-0")
-    worker.kill()
-    served.until(lambda: any(child.pid != worker.pid for child in served.children("--name=worker-0")))
+    served.replace_worker()
     for prompt in prompts:
         assert cached(served, prompt) > 100, "the daemon's chunks"
     told = served.run("status", "--json")
@@ -119,9 +117,7 @@ def test_a_lifetime_ends_when_the_clock_says_so_and_not_before_when_it_is_set_ba
     for jump, remains in ((-DAY, True), (HOUR // 2, True), (2 * HOUR, False)):
         clock.set(jump)
         time.sleep(12)  # expired chunks are removed within 10 s
-        (worker,) = served.children("--name=worker-0")
-        worker.kill()
-        served.until(lambda gone=worker: any(c.pid != gone.pid for c in served.children("--name=worker-0")))
+        served.replace_worker()
         assert cached(served, kept) > 100
         stats = json.loads(served.run("cache", "stats", "--json").stdout)
         assert (stats["expired_chunks"] == 0) == remains, jump

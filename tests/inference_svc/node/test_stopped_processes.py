@@ -73,9 +73,7 @@ def test_a_daemon_that_stands_still_costs_one_request_its_timeout_and_no_chunk(s
         daemon.send_signal(signal.SIGCONT)
     assert slowest < 8.0, "four requests, of which one waits for the daemon"
     served.until(lambda: served.run("status").returncode == 0)
-    (worker,) = served.children("--name=worker-0")
-    worker.kill()  # so that only the daemon has the prompts
-    served.until(lambda: any(child.pid != worker.pid for child in served.children("--name=worker-0")))
+    served.replace_worker()  # so that only the daemon has the prompts
     for number, prompt in enumerate(PROMPTS):
         text, cached = answer_of(ask(served, prompt))
         assert (text, cached > 100) == (expected[number], True), "no chunk was lost"
