@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
 from cache_daemon.memory.staging_memory import StagingMemory
+from inference_svc.kv_client.daemon_connector import DaemonConnector
+from inference_svc.kv_pool.kv_pool import KVPool
 from tests.kvkernels.doubles import device_place
 from tests.kvkernels.doubles.queued_device import PinnedRange, QueuedDevice
 
@@ -173,10 +176,37 @@ def test_loads_and_stores_of_several_threads_are_whole(place: torch.device) -> N
     assert torch.equal(copies[1], values)
 
 
+class OnDevice(Tensor):
+    """A pool's tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_pool_without_kernels_holds_each_group_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's fallback only enqueues its work, and the reader may use another stream."""
+    header, events = header_of(40), list[object]()
+    payload = memoryview(packed_by_definition(*pool(40), torch.arange(40), header)).toreadonly()
+    stream = SimpleNamespace(synchronize=lambda: events.append("waited"))
+    monkeypatch.setattr(dispatch.cpu_chunks, "serves", lambda keys: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    keys, values = (torch.zeros(LAYERS, HEADS, 40, DIM).bfloat16().as_subclass(OnDevice) for _ in range(2))
+    groups = [range(1), range(1, 4)]
+    for group in dispatch.unpack_chunks(keys, values, [ChunkPlacement(header, payload, torch.arange(40))], groups):
+        events.append(group)
+    assert events == ["waited", groups[0], "waited", groups[1]]
+
+
+def test_a_warm_up_runs_the_kernels_of_the_first_request(device: QueuedDevice) -> None:
+    """Otherwise the first request waits until they are loaded."""
+    described = SimpleNamespace(_geometry=Geometry(LAYERS, HEADS, DIM, DATA_TYPE_BFLOAT16, 16))
+    blocks = KVPool(LAYERS, HEADS, DIM, 256, torch.bfloat16, torch.device("cpu"))
+    DaemonConnector.warm_up(described, blocks)  # type: ignore[arg-type]
+    assert set(device.launched) == {"pack_whole_bf16", "unpack16_bf16"}
+
+
 def test_no_memory_of_another_process_is_page_locked() -> None:
     """Contract of the client: the daemon replaces pages of staging, and a GPU would go on writing to the old ones."""
-    root = Path(__file__).parents[2]
-    sources = [
-        p for part in ("clients/python", "kernels/kvkernels", "inference_svc") for p in (root / part).rglob("*.py")
-    ]
+    root, parts = Path(__file__).parents[2], ("cache_daemon", "clients/python", "kernels", "inference_svc")
+    sources = [p for part in parts for p in (root / part).rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".cpp")]
+    assert len(sources) > 300
     assert not [p for p in sources if "HostRegister" in p.read_text()]

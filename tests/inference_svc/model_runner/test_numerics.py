@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,3 +264,24 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
     monkeypatch.setattr(numerics_probe, "linear_for", uneven)
     with_numerics_identity(loaded, decoder, 16)
     assert shown == ["named"]
+
+
+class GpuOnCpu(str):
+    """The name of a device that computes on the CPU, and says that it is a GPU."""
+
+    __slots__ = ()
+    type = "cuda"
+
+
+def test_a_gpu_and_its_libraries_are_part_of_the_identity(
+    models: dict[str, tuple[LoadedModel, Decoder]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows need not show by which kernels a GPU multiplies many."""
+    loaded, decoder = models["bfloat16"]
+    device: Any = GpuOnCpu("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = {NumericsProbe(loaded, decoder, 1, None).id(16)}
+    for card in ("H100", "H200"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
+        found.add(NumericsProbe(replace(loaded, device=device), decoder, 1, None).id(16))
+    assert len(found) == 3

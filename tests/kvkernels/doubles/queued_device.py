@@ -58,6 +58,7 @@ class QueuedDevice:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._queue, self._ranges = kernels, list[Callable[[], object]](), dict[int, PinnedRange]()
         self.payloads: list[int] = []  # addresses that kernels were given
+        self.launched: list[str] = []
         self.scratch_ranges: list[tuple[int, int]] = []
 
     @property
@@ -115,6 +116,7 @@ class QueuedDevice:
     ) -> None:
         held = type(params).from_buffer_copy(params)
         self.payloads.append(getattr(held, "payload", 0))
+        self.launched.append(name)
         self._queue.append(lambda: self._kernels.launch(name, grid, threads, shared_bytes, held, stream))
 
     def has(self, name: str, params: type[ctypes.Structure]) -> bool:

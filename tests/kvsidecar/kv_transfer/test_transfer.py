@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -268,6 +270,19 @@ def test_slots_outside_of_the_cache_are_refused(bits: int) -> None:
         with pytest.raises(ValueError, match=r"slot 47 is outside of the cache, whose last one is 39"):
             copy(slots, header, payload)
         copy(slots[:BLOCK_TOKENS], new_header(cache.geometry, [0] * BLOCK_TOKENS, 0), payload)
+
+
+def test_copies_on_a_gpu_wait_for_the_engines_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An enqueued step may still write or read the blocks; the copier's stream is not the engine's."""
+    copier, waited = BlockCopier(packed()[0]), list[Any]()
+    copier._stream = SimpleNamespace(wait_event=waited.append, synchronize=lambda: None)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    header = new_header(copier.cache.geometry, list(range(BLOCK_TOKENS)), 0)
+    payload = memoryview(bytearray(header.payload_bytes))
+    copier.pack(slots_of([0], BLOCK_TOKENS), header, payload, after="its writes")
+    copier.unpack(slots_of([0], BLOCK_TOKENS), header, payload.toreadonly(), after="its last use")
+    assert waited == ["its writes", "its last use"]
 
 
 def test_what_was_copied_in_a_session_that_may_have_ended_is_not_believed(node: Node) -> None:
