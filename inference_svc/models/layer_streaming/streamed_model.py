@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 import torch
-from kvkernels.cpu import cpu_library
+from kvkernels.cpu import cpu_library, large_pages
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.model_library import ModelLibrary
@@ -24,7 +24,6 @@ from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.fused_layer_weights import FusedLayerWeights
 from inference_svc.models.layer_streaming import onednn_weights
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.embedding_table import StoredEmbedding
 from inference_svc.models.layer_streaming.layer_file import (
     CHECK_BYTES,
@@ -262,12 +261,14 @@ class _ModelAssembly:
     def _read_all(self, resident: list[tuple[StreamableLinear, StoredWeight]]) -> None:
         """Read resident weights, and verify the others."""
         stays = {stored.at: product for product, stored in resident}
-        scratch = aligned_memory(CHECK_BYTES)
+        arena, used = large_pages.allocate(sum(padded(stored.form.size_bytes) for _, stored in resident)), 0
+        scratch = large_pages.allocate(CHECK_BYTES)
         everything = self._file.index.stored
         with progress_bar("reading and checking layers") as progress:
             for stored in everything:
                 if stored.at in stays:
-                    memory = aligned_memory(padded(stored.form.size_bytes))
+                    memory = arena[used : used + padded(stored.form.size_bytes)]
+                    used += len(memory)
                     self._file.load(stored, memory)
                     stays[stored.at].set_weight(weight_view(stored.form, memory))  # type: ignore[arg-type]
                     stays[stored.at].memory = memory  # a packed weight holds no reference to it
@@ -287,7 +288,7 @@ class _ModelAssembly:
         if not pieces:
             return None, RESIDENT
         count, size = self.residency.slots, self.residency.slot_bytes
-        memory = aligned_memory(count * size)
+        memory = large_pages.allocate(count * size)
         slots = [memory[i * size : (i + 1) * size] for i in range(count)]
         views = [slot.numpy().data for slot in slots]
         order, file = list(pieces.values()), self._file
