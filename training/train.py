@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from kvkernels.device.visible_devices import has_cuda
 import torch.nn.functional as F
+from kvkernels.device.visible_devices import has_cuda
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 import torch
-from kvkernels.device.visible_devices import device_of
 from kvkernels.cuda import cuda_build, emulator, kernel_select, nvrtc
 from kvkernels.cuda.cuda_driver import PrimaryContext
+from kvkernels.device.visible_devices import device_of
 
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.row import RowFile

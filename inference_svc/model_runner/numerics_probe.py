@@ -30,9 +30,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from kvkernels.device.visible_devices import device_of
 from kvkernels import pack_chunk
 from kvkernels.cpu import quantized_gemm
+from kvkernels.device.visible_devices import device_of
 from kvsidecar.chunk_layout import new_header
 from torch import Tensor, nn
 
@@ -100,7 +100,13 @@ class NumericsProbe:
         device = self._loaded.device
         if device.type == "cuda":
             facts = device_of(device).facts
-            return [facts.name, facts.capability, torch.__version__, torch.version.cuda, sorted(getattr(self._native, "kinds", ()))]
+            return [
+                facts.name,
+                facts.capability,
+                torch.__version__,
+                torch.version.cuda,
+                sorted(getattr(self._native, "kinds", ())),
+            ]
         return [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__, self._threads]
 
     def _see_angles(self, see: See) -> None:

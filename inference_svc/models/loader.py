@@ -22,7 +22,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
     NamespaceDescriptor,
 )
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models import weights_fingerprint
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -339,8 +339,7 @@ def _load_shape(
     recipe = recipe_of_shape(name, chosen, width, device.type != "cpu")
     stream = _with_pool_of(config, chosen, 0, stream)
     if _must_stream(stream, recipe) or (
-        stream.mode == "auto"
-        and streaming_needed(recipe, width, stream, placement_on(device).free_bytes(stream))
+        stream.mode == "auto" and streaming_needed(recipe, width, stream, placement_on(device).free_bytes(stream))
     ):
         model, streamed = load_streamed(recipe, identity, stream, device=device)
         kind = type(model).__name__

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection
 
 from inference_svc.model_runner import cuda_attention
+from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.doubles.card import T4
 from tests.kvkernels.doubles.fake_driver import FakeDriver
 
@@ -24,7 +24,7 @@ from tests.kvkernels.doubles.fake_driver import FakeDriver
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver.for_test(devices=2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(kernel_select, "device_of", lambda device: SimulatedDevice(device.index or 0))
     monkeypatch.setattr(nvrtc, "cached_cubins", lambda name: [b"cubin"])
     monkeypatch.setattr(kernel_select, "LIBRARY", kernel_select.LIBRARY / "not built")
     yield fake
@@ -130,8 +130,7 @@ def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A T4 has 64 KiB for a block; attention of 256 channels needs 66 KiB, of 128 it runs."""
-    card = SimpleNamespace(shared_memory_per_block_optin=T4.shared_bytes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(kernel_select, "device_of", lambda device: SimulatedDevice(device.index or 0, card=T4))
     monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
     t4 = torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING, "kvkernels"):

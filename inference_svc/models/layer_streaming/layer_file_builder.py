@@ -147,7 +147,8 @@ class _LayerFileBuilder:
             raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
         self._fused = can
         if can:
-            products, vectors = fused_layer_weights.take_weights(layer)
+            taken, vectors = fused_layer_weights.take_weights(layer)
+            products: dict[str, StreamableLinear] = {**taken}
         else:
             products, vectors = self._own(layer)
         start = prefix.removeprefix("model.")

@@ -46,7 +46,9 @@ class StreamedLayers:
     ``pieces`` maps layers to pieces of the file; ``targets`` maps pieces to the linear layers that use them.
     """
 
-    def __init__(self, staging: ReadAhead | DeviceSlots, pieces: Mapping[int, int], targets: Mapping[int, Targets]) -> None:
+    def __init__(
+        self, staging: ReadAhead | DeviceSlots, pieces: Mapping[int, int], targets: Mapping[int, Targets]
+    ) -> None:
         self.read_ahead, self._pieces, self._targets = staging, pieces, targets
         self._slots = dict.fromkeys(targets, -1)
         self._nothing = nullcontext()

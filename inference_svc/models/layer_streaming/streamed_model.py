@@ -54,6 +54,7 @@ from inference_svc.models.progress_bar import progress_bar
 log = structlog.get_logger("model")
 _CPU = torch.device("cpu")
 
+
 @dataclass(frozen=True)
 class StreamedModel:
     """The layers of a streamed model, and the source of their weights."""
@@ -85,7 +86,8 @@ def load_streamed(
 ) -> tuple[Any, StreamedModel]:
     """Load a recipe's model, whose weights have the fingerprint ``identity``.
 
-    Layers compute on ``device``, for which the recipe must be made. Builds the layer file if it is missing, and again if it is corrupt. Raises ModelUnsupported, ConfigurationError.
+    Layers compute on ``device``, for which the recipe must be made. Builds the layer file if it is missing, and again
+    if it is corrupt. Raises ModelUnsupported, ConfigurationError.
     """
     models, asked = models or ModelLibrary(), with_copy(recipe, asked)
     check_streamable(recipe)
@@ -323,7 +325,7 @@ class _ModelAssembly:
         }
         for target in targets.values():
             for product, _ in target:
-                product.memory = slots  # a packed weight holds no reference to it
+                product.memory = slots  # type: ignore[assignment]  # a packed weight holds no reference to it
         extents = [Extent(piece.at, piece.size) for piece in order]
         staging = self._place.read_ahead(self._file, extents, slots, self._asked)
         return staging, StreamedLayers(staging, {layer: n for n, layer in enumerate(pieces)}, targets)

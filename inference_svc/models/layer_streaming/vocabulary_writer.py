@@ -20,8 +20,8 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 class VocabularyWriter:
     """Writer of embedding and head of a model on the meta device.
 
-    Linear weights have ``bits`` bits; ``packs`` and ``narrows`` as in ``LayerFileRecipe``. The head is quantized, packed or dense like other layers; a plain head that is
-    tied to the embedding shares its bytes.
+    Linear weights have ``bits`` bits; ``packs`` and ``narrows`` as in ``LayerFileRecipe``. The head is quantized,
+    packed or dense like other layers; a plain head that is tied to the embedding shares its bytes.
     """
 
     def __init__(

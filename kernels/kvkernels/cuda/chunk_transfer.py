@@ -275,4 +275,3 @@ def _batches(pieces: Sequence[ChunkPlacement], layers: range) -> Iterator[list[_
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-

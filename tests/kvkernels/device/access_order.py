@@ -20,7 +20,10 @@ _OWN_FOLDERS = (str(Path(__file__).parent) + "/", "/kvkernels/device/", "/torch/
 
 @dataclass(frozen=True)
 class Access:
-    """Access to bytes ``start`` to ``end`` of a block, at an actor's time."""
+    """Access to bytes ``start`` to ``end`` of a block, at an actor's time.
+
+    A ``scattered`` access takes some rows between them, which only the kernel knows; two of these do not conflict.
+    """
 
     start: int
     end: int
@@ -28,6 +31,7 @@ class Access:
     actor: str
     time: int
     what: str
+    scattered: bool = False
 
     def __str__(self) -> str:
         return f"{'writes' if self.writes else 'reads'} in {self.what} on {self.actor}"
@@ -54,18 +58,20 @@ class AccessOrder:
         """Begin an actor's next piece of work."""
         self._clocks[actor][actor] = self._clocks[actor].get(actor, 0) + 1
 
-    def add(self, block: int, start: int, end: int, writes: bool, actor: str, what: str) -> None:
+    def add(
+        self, block: int, start: int, end: int, writes: bool, actor: str, what: str, scattered: bool = False
+    ) -> None:
         """Add an access of an actor now. Raises UnorderedAccess with both places."""
         mine = self._clocks[actor]
-        new = Access(start, end, writes, actor, mine.get(actor, 0), what)
+        new = Access(start, end, writes, actor, mine.get(actor, 0), what, scattered)
         self.num_checked += 1
         kept = []
         for old in self._accesses[block]:
-            overlaps = old.start < end and start < old.end
+            overlaps = old.start < end and start < old.end and not (scattered and old.scattered)
             if overlaps and (old.writes or writes) and mine.get(old.actor, 0) < old.time:
                 at, until = max(start, old.start), min(end, old.end)
                 raise UnorderedAccess(f"bytes {at} to {until}: {new}; not ordered after: {old}")
-            covered = start <= old.start and old.end <= end
+            covered = start <= old.start and old.end <= end and not scattered
             if not (covered and (writes or (old.actor == actor and not old.writes))):
                 kept.append(old)
         self._accesses[block] = [*kept, new]

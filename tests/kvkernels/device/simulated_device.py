@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from kvkernels.device.device_port import DeviceFacts, Step, check_copy
+from kvkernels.device.device_port import DeviceFacts, Step
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -25,20 +23,17 @@ from tests.kvkernels.device.device_fault import (
     DeviceLost,
     FreedInUse,
     HostAddress,
-    PageableMemory,
-    PagesReplaced,
-    PinnedChanged,
-    UninitializedRead,
     WrongDevice,
 )
-from tests.kvkernels.device.simulated_memory import POISON, Block, BlockTable
+from tests.kvkernels.device.simulated_copy import enqueue_copy
+from tests.kvkernels.device.simulated_memory import Block, BlockTable
 from tests.kvkernels.device.simulated_stream import Schedule, SimulatedEvent, SimulatedStream
-from tests.kvkernels.device.virtual_clock import COMPUTE, TO_DEVICE, TO_HOST, VirtualClock, costs_of
+from tests.kvkernels.device.virtual_clock import COMPUTE, VirtualClock, costs_of
 from tests.kvkernels.doubles.card import H100, Card
-from tests.kvkernels.doubles.queued_device import PinnedRange
+from tests.kvkernels.doubles.pinned_range import PinnedRange
 
 _BLOCKS = BlockTable()
-_MULTIPROCESSORS = {"T4": 40, "RTX 3060": 28, "RTX 4060": 24, "A100": 108, "H100": 132}
+_MULTIPROCESSORS = {"V100": 80, "T4": 40, "RTX 3060": 28, "RTX 4060": 24, "A100": 108, "H100": 132}
 _MAX_PIECES = 4
 
 
@@ -50,6 +45,7 @@ class Use:
     start: int
     end: int
     writes: bool
+    scattered: bool = False
 
 
 def use_of(tensor: Tensor, writes: bool) -> Use:
@@ -89,8 +85,8 @@ class SimulatedDevice:
         self.faults: list[BaseException] = []
         self.used_bytes = 0
         self.wrap: Callable[[Tensor], Tensor] = lambda memory: memory
-        self._executes, self._lost = executes, ""
-        self._registered: list[tuple[int, int, PinnedRange]] = []
+        self.executes, self._lost = executes, ""
+        self.registered: list[tuple[int, int, PinnedRange]] = []
         self._streams: dict[int, SimulatedStream] = {}
         self._default, self._local = self.stream(), threading.local()
 
@@ -101,9 +97,7 @@ class SimulatedDevice:
         architecture = self.card.architecture.removeprefix("sm_")
         capability = int(architecture[:-1]), int(architecture[-1])
         memory = self.clock.costs.memory_bytes
-        return DeviceFacts(
-            self.card.name, capability, _MULTIPROCESSORS[self.card.name], self.card.shared_bytes, memory
-        )
+        return DeviceFacts(self.card.name, capability, _MULTIPROCESSORS[self.card.name], self.card.shared_bytes, memory)
 
     def free_bytes(self) -> int:
         return self.clock.costs.memory_bytes - self.used_bytes
@@ -119,12 +113,12 @@ class SimulatedDevice:
                 f"{self.torch}: {size_bytes} bytes are wanted, and {self.free_bytes()} are free of the {self.card.name}"
             )
         self.used_bytes += size_bytes
-        _, tensor = _BLOCKS.allocate(size_bytes, False, self.index, call_site(), self._freed, self._executes)
+        _, tensor = _BLOCKS.allocate(size_bytes, False, self.index, call_site(), self._freed, self.executes)
         return tensor
 
     def pinned(self, size_bytes: int) -> Tensor:
         self.check_call("pinned memory is allocated")
-        _, tensor = _BLOCKS.allocate(size_bytes, True, self.index, call_site(), self._freed, self._executes)
+        _, tensor = _BLOCKS.allocate(size_bytes, True, self.index, call_site(), self._freed, self.executes)
         return tensor
 
     def check_host_access(self, memory: Tensor, write: bool) -> None:
@@ -190,6 +184,11 @@ class SimulatedDevice:
         return self.torch.index or 0
 
     @property
+    def num_pending(self) -> int:
+        """Return the number of pieces of work that are not done."""
+        return sum(stream.num_pending for stream in self._streams.values())
+
+    @property
     def active_streams(self) -> list[SimulatedStream]:
         if not hasattr(self._local, "streams"):
             self._local.streams = []
@@ -202,7 +201,7 @@ class SimulatedDevice:
     def register(self, memory: Tensor) -> None:
         """Page-lock memory that the host allocated otherwise; the device keeps the pages of this moment."""
         pinned = PinnedRange(memory.data_ptr(), memory.nbytes)
-        self._registered.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, pinned))
+        self.registered.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, pinned))
 
     def close(self) -> None:
         """End the threads. Raises what enqueued work reported."""
@@ -212,24 +211,14 @@ class SimulatedDevice:
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        for _, _, pinned in self._registered:
+        for _, _, pinned in self.registered:
             pinned.release()
         self._raise_faults()
 
+    use_of = staticmethod(use_of)
+
     def copy(self, stream: SimulatedStream, target: Tensor, source: Tensor) -> None:
-        check_copy(target, source)
-        if (registered := self._registered_at(target)) is not None:
-            self._copy_to_registered(stream, target, use_of(source, False), registered)
-            return
-        to, of = use_of(target, True), use_of(source, False)
-        if to.block.pinned and of.block.pinned:
-            raise PageableMemory("a copy between host memory is not a device's work")
-        if not of.block.pinned and not of.block.is_written(of.start, of.end):
-            raise UninitializedRead(f"bytes {of.start} to {of.end} of the memory allocated at {of.block.site}")
-        engine = TO_HOST if to.block.pinned else TO_DEVICE if of.block.pinned else COMPUTE
-        seconds = self.clock.copy_seconds(target.nbytes) if engine != COMPUTE else self.clock.kernel_seconds(2.0 * target.nbytes)
-        what = f"a copy at {call_site()}"
-        self.enqueue(stream, what, [to, of], engine, seconds, self._copy_work(to, of, what))
+        enqueue_copy(self, stream, target, source)
 
     def fill(self, stream: SimulatedStream, target: Tensor, byte: int) -> None:
         use = use_of(target, True)
@@ -270,7 +259,7 @@ class SimulatedDevice:
                 self.order.join(stream.name, self.order.clock_of(self.host))
                 self.order.advance(stream.name)
             for use in uses:
-                self.order.add(use.block.address, use.start, use.end, use.writes, stream.name, what)
+                self.order.add(use.block.address, use.start, use.end, use.writes, stream.name, what, use.scattered)
                 if use.writes:
                     use.block.mark_written(use.start, use.end)
 
@@ -293,7 +282,7 @@ class SimulatedDevice:
             for use in uses:
                 use.block.pending.remove((use.start, use.end, use.writes))
 
-        stream.enqueue((lambda dice: _run(work, dice)) if self._executes else (lambda _: None), done)
+        stream.enqueue(work if self.executes else _nothing, done)
 
     def compute(
         self,
@@ -314,7 +303,7 @@ class SimulatedDevice:
         self._check_uses(stream, what, uses)
         if stream.recording is None:
             self._order(stream, what, uses)
-            if self._executes:
+            if self.executes:
                 stream.drain()
         found = tree_map(placed, run())
         everything = [*uses, *made()]
@@ -386,57 +375,6 @@ class SimulatedDevice:
             if still is not None and not self.closed:
                 self.faults.append(FreedInUse(f"memory allocated at {block.site} is freed, and {still}"))
 
-    def _copy_work(self, to: Use, of: Use, what: str) -> Callable[[random.Random], None]:
-        target, source = to.block.view(to.start, to.end), of.block.view(of.start, of.end)
-        if not self._executes:
-            return lambda dice: None
-        before = None
-        if of.block.pinned and not of.block.busy(of.start, of.end, only_writes=True):
-            before = zlib.crc32(source)
-        if to.block.pinned and not to.block.busy(to.start, to.end):
-            target.fill(POISON)  # a host that reads too early reads this
 
-        def work(dice: random.Random) -> None:
-            for start, end in _pieces(len(target), dice):
-                target[start:end] = source[start:end]
-            if before is not None and zlib.crc32(source) != before:
-                raise PinnedChanged(f"the source of {what} changed before the copy was done")
-
-        return work
-
-    def _registered_at(self, tensor: Tensor) -> PinnedRange | None:
-        at = tensor.data_ptr()
-        return next((pinned for start, end, pinned in self._registered if start <= at < end), None)
-
-    def _copy_to_registered(self, stream: SimulatedStream, target: Tensor, of: Use, pinned: PinnedRange) -> None:
-        shown = target.numpy()
-
-        def work(_: random.Random) -> None:
-            data = of.block.view(of.start, of.end).copy()
-            pinned.write(target.data_ptr(), memoryview(data))
-            if not np.array_equal(shown, data):
-                raise PagesReplaced("the device wrote to pages that the host's mapping no longer has")
-
-        what, seconds = f"a copy at {call_site()}", self.clock.copy_seconds(target.nbytes)
-        self.enqueue(stream, what, [of], TO_HOST, seconds, work)
-
-
-def _run(work: Callable[[random.Random], object], dice: random.Random) -> None:
-    work(dice)
-
-
-def _pieces(size: int, dice: random.Random) -> list[tuple[int, int]]:
-    """Cut a copy into pieces, in any order."""
-    cuts = sorted({0, size, *(dice.randrange(size + 1) for _ in range(dice.randrange(_MAX_PIECES)))})
-    pieces = list(zip(cuts, cuts[1:], strict=False))
-    dice.shuffle(pieces)
-    return pieces
-
-
-def raised(call: Callable[[], object]) -> DeviceFault | None:
-    """Return what a call reports."""
-    try:
-        call()
-    except DeviceFault as fault:
-        return fault
-    return None
+def _nothing(_: random.Random) -> None:
+    return

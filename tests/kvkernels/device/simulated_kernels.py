@@ -81,7 +81,7 @@ def _uses(name: str, params: Any, layers: int) -> list[Use]:
             start, end = start + params.first_layer * layer_bytes, start + (params.first_layer + layers) * layer_bytes
         elif field in ("keys", "values") and hasattr(params, "kv_head_stride"):
             end = min(end, start + 2 * params.kv_heads * params.kv_head_stride)
-        found.append(Use(block, start, end, field in _WRITES[kernel]))
+        found.append(Use(block, start, end, field in _WRITES[kernel], field.startswith("pool_")))
     return found
 
 

@@ -89,6 +89,10 @@ class SimulatedStream:
 
     # ---- queue ----
 
+    @property
+    def num_pending(self) -> int:
+        return self.num_enqueued - self._num_done
+
     def enqueue(self, work: Callable[[random.Random], None], done: Callable[[], None]) -> None:
         with self.device.changed:
             self._items.append(_Item(work, tuple(self._needs), done))

@@ -17,12 +17,14 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.kvkernels.device.access_order import call_site
-from tests.kvkernels.device.simulated_device import SimulatedDevice, Use, use_of
 from tests.kvkernels.device.device_fault import WrongDevice
+from tests.kvkernels.device.simulated_device import SimulatedDevice, Use, use_of
 
 NAME = "sim"
 # Operations whose result the host reads.
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+# Operations that torch divides by the device's own kernels.
+_WHOLE = ("scaled_dot_product_attention",)
 _devices: dict[int, SimulatedDevice] = {}
 
 
@@ -34,14 +36,15 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor, owner: SimulatedDevice) -> SimulatedTensor:
-        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            raw.shape,
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            device=owner.torch,
-        )
+        with torch.inference_mode(False):  # views of tensors that were made before inference mode
+            made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                raw.shape,
+                strides=raw.stride(),
+                storage_offset=raw.storage_offset(),
+                dtype=raw.dtype,
+                device=owner.torch,
+            )
         made.raw, made.owner = raw, owner
         return made  # type: ignore[no-any-return]
 
@@ -71,6 +74,8 @@ def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     owner = leaves[0].owner
     if any(x.owner is not owner for x in leaves):
         raise WrongDevice(f"{name} with tensors of {', '.join(sorted({str(x.device) for x in leaves}))}")
+    if name not in _WHOLE and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+        return made  # in inference mode, operations arrive here before torch divides them
     if name == "_to_copy":
         return _converted(args[0], kwargs)
     if name == "copy_" and args[0].device != args[1].device:
@@ -85,7 +90,9 @@ def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda x: _moved(x, owner, what) if isinstance(x, Tensor) else x, found)
     returns = func._schema.returns
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-        return tree_map(lambda x: SimulatedTensor(x, owner) if isinstance(x, Tensor) else x, func(*raw_args, **raw_kwargs))
+        return tree_map(
+            lambda x: SimulatedTensor(x, owner) if isinstance(x, Tensor) else x, func(*raw_args, **raw_kwargs)
+        )
     return _computed(owner, func, name, (args, kwargs), (raw_args, raw_kwargs), leaves)
 
 
@@ -138,13 +145,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def _allocated(owner: SimulatedDevice, like: Tensor) -> Tensor:
     """Copy a result of the CPU into new device memory, with its strides if they are dense."""
     shape = torch.empty_like(like, device="meta")
-    target = owner.allocate_raw(shape.untyped_storage().nbytes()).view(like.dtype).as_strided(like.shape, shape.stride())
+    target = (
+        owner.allocate_raw(shape.untyped_storage().nbytes()).view(like.dtype).as_strided(like.shape, shape.stride())
+    )
     return target.copy_(like)
 
 
 def _moved(x: Tensor, owner: SimulatedDevice, what: str) -> SimulatedTensor:
     target = _allocated(owner, x)
-    owner.compute(what, [use_of(target, True)] if target.numel() else [], 0.0, lambda: None, lambda x: x, list, lambda: None)
+    owner.compute(
+        what, [use_of(target, True)] if target.numel() else [], 0.0, lambda: None, lambda x: x, list, lambda: None
+    )
     return SimulatedTensor(target, owner)
 
 
@@ -234,13 +245,24 @@ def _backend() -> torch.library.Library:
         strides = torch.empty(size, device="meta").stride()
         return empty_strided(size, strides, dtype, layout, device)
 
-    def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def empty_strided(
+        size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
         chosen = dtype or torch.get_default_dtype()
         owner = _devices[0 if device is None or device.index is None else device.index]
         meta = torch.empty_strided(size, stride, dtype=chosen, device="meta")
         memory = owner.allocate_raw(meta.untyped_storage().nbytes())
         return SimulatedTensor(memory.view(chosen).as_strided(size, stride), owner)
 
+    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        return _transferred(target, source, non_blocking)
+
+    def arange(*bounds: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return torch.arange(*bounds, dtype=dtype).to(device)
+
+    for overload in ("arange", "arange.start", "arange.start_step"):
+        library.impl(overload, arange, "PrivateUse1")  # torch's own would resize device memory
     library.impl("empty.memory_format", empty, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")  # of torch.tensor, which runs below tensors' classes
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     return library

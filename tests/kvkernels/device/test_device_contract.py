@@ -10,6 +10,9 @@ import torch
 from kvkernels.device.device_port import Device
 from torch import Tensor
 
+from tests.kvkernels.device import contract_devices
+
+simulated, device = contract_devices.simulated, contract_devices.device  # fixtures
 SIZE = 3 << 20
 
 

@@ -159,7 +159,8 @@ def tensors_of_two_devices(s: Setup) -> None:
 
 
 def kernel_on_memory_of_another_device(s: Setup) -> None:
-    s.launch(s.other.allocate(SIZE).data_ptr())
+    memory = s.other.allocate(SIZE)
+    s.launch(memory.data_ptr())
 
 
 def host_waits_during_capture(s: Setup) -> None:

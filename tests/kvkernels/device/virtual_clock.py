@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from tests.kvkernels.doubles.card import A100, H100, RTX_3060, RTX_4060, T4, Card
+from tests.kvkernels.doubles.card import A100, H100, RTX_3060, RTX_4060, T4, V100, Card
 
 TO_DEVICE, TO_HOST, COMPUTE = "to device", "to host", "compute"
 
@@ -28,6 +28,7 @@ class Costs:
 
 
 COSTS: dict[str, Costs] = {
+    V100.name: Costs(16 << 30, 900e9, 12e9, 112e12),
     T4.name: Costs(16 << 30, 320e9, 12e9, 65e12),
     RTX_3060.name: Costs(12 << 30, 360e9, 25e9, 51e12),
     RTX_4060.name: Costs(8 << 30, 272e9, 12.5e9, 60e12),

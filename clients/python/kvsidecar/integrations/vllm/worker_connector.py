@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 from kvkernels.cpu.thread_pool import clear_thread_affinity
 from kvkernels.device.visible_devices import device_of, is_device
 

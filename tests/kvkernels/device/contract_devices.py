@@ -13,7 +13,10 @@ from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.device.simulated_stream import Schedule
 from tests.kvkernels.device.simulated_tensor import add_simulated_device
 
-PLACES = [*(f"simulated, work runs {schedule.value}" for schedule in Schedule), pytest.param("cuda", marks=pytest.mark.gpu)]
+PLACES = [
+    *(f"simulated, work runs {schedule.value}" for schedule in Schedule),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture
