@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kvkernels.cuda import kernel_select, nvrtc
 from kvkernels.cuda.cuda_driver import CubinModule, PrimaryContext
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
-from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection
+from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection, kernels_for, load_library
 
 from inference_svc.model_runner import cuda_attention
 from tests.kvkernels.device.simulated_device import SimulatedDevice
@@ -100,6 +104,73 @@ def test_a_library_is_launched_under_its_devices_guard() -> None:
 
     launch(DeviceKernels(Library(), Guard))
     assert events == ["cuda:1", "launch", "back"]
+
+
+def test_the_librarys_kernels_run_on_the_device_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, launched = list[int](), list[list[int]]()
+
+    @contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        current.append(ordinal)
+        yield
+        current.pop()
+
+    library = SimpleNamespace(devices=2, launch=lambda *_: launched.append([*current]))
+    monkeypatch.setattr(kernel_select, "LIBRARY", tmp_path)
+    monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: library)
+    monkeypatch.setattr(kernel_select, "device_of", lambda card: SimpleNamespace(guard=lambda: device(card.index)))
+    launch(load_library(1))
+    assert launched == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (0, "it reports no device"),
+        (-100, "it reports no device"),
+        (-35, "no driver, or one that is older than its CUDA"),
+        (-3, "CUDA error 3"),
+    ],
+)
+def test_a_library_without_a_device_says_why(
+    devices: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_select, "LIBRARY", tmp_path)
+    monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: SimpleNamespace(devices=devices))
+    with pytest.raises(OSError, match=reason):
+        load_library(0)
+
+
+def test_threads_that_ask_at_once_wait_for_one_compilation(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[str]()
+
+    def cubins(name: str) -> list[bytes]:
+        compiled.append(name)
+        time.sleep(0.2)
+        return [b"cubin"]
+
+    monkeypatch.setattr(nvrtc, "cached_cubins", cubins)
+    selection = KernelSelection()
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(selection.of, [0] * 4)
+    assert first.kernels is not None
+    assert all(other is first for other in others)
+    assert compiled == ["sm_90"]
+
+
+def test_a_device_without_a_number_is_the_threads_current_one(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernels by both names, so that a refusal of one is not that of the other."""
+    monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
+    monkeypatch.setattr(
+        kernel_select, "device_of", lambda card: SimulatedDevice(1 if card.index is None else card.index)
+    )
+    found = kernels_for(torch.device("cuda"))
+    assert found is kernels_for(torch.device("cuda", 1))
+    assert found is not kernels_for(torch.device("cuda", 0))
 
 
 def test_a_refusal_is_logged_once_and_tried_again(

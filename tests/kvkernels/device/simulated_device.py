@@ -83,6 +83,7 @@ class SimulatedDevice:
         self.host = access_order.HOST
         self.changed, self.closed = threading.Condition(threading.RLock()), False
         self.faults: list[BaseException] = []
+        self.launched: list[str] = []  # names of kernels
         self.used_bytes = 0
         self.wrap: Callable[[Tensor], Tensor] = lambda memory: memory
         self.executes, self._lost = executes, ""

@@ -43,6 +43,7 @@ class SimulatedKernels:
                 f"{name} on a grid of {tuple(grid)}: {threads} threads and {shared_bytes} bytes of shared memory; "
                 f"{card.name} has {_MAX_THREADS} threads and {card.shared_bytes} bytes for a block"
             )
+        device.launched.append(name)
         held, on = type(params).from_buffer_copy(params), device.stream_of(stream)
         try:
             uses = _uses(name, held, int(grid[2]))
