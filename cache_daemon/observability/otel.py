@@ -17,12 +17,14 @@ from kvsidecar.errors import Context
 from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.reuse_metrics import COUNTERS as COUNTERS_OF_REUSE
+from cache_daemon.observability.reuse_metrics import MISSES
 from cache_daemon.observability.spans import NOOP_SPAN, CallSpan, Span, WorkSpan, noop_work_span
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 
 SERVICE_NAME = "kvsidecar-cache"
 _SERVICE = "kvsidecar.cache.v1.CacheService"
-_PREFIX = "kvsidecar.cache."
+_PREFIX, _REUSE_PREFIX = "kvsidecar.cache.", "kvsidecar.engine."
 _FRESH_SECONDS = 1.0
 
 
@@ -111,8 +113,24 @@ def _observe(meter: Any, snapshots: StatsSnapshots) -> None:
         totals = snapshots.calls.totals
         return [Observation(n, {"rpc.method": m, "status": s}) for (m, s), n in list(totals.items())]
 
+    def reuse(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        totals = snapshots.reuse.totals
+        return lambda _: [Observation(getattr(n, name), of._asdict()) for of, n in list(totals.items())]
+
+    def misses(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        totals = snapshots.reuse.totals
+        return lambda _: [
+            Observation(n, of._asdict() | {"kind": kind})
+            for of, counts in list(totals.items())
+            for kind, n in list(getattr(counts, name).items())
+        ]
+
     for name, text in GAUGES.items():
         meter.create_observable_gauge(_PREFIX + name, [reading(name)], description=text)
+    for name, text in COUNTERS_OF_REUSE.items():
+        meter.create_observable_counter(_REUSE_PREFIX + name, [reuse(name)], description=text)
+    for name, text in MISSES.items():
+        meter.create_observable_counter(_REUSE_PREFIX + name, [misses(name)], description=text)
     for name, text in COUNTERS.items():
         meter.create_observable_counter(_PREFIX + name, [reading(name)], description=text)
     text = "1 while writes to the durable tier fail"

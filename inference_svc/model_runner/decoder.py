@@ -74,6 +74,11 @@ class Decoder:
     def layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def streams(self) -> bool:
+        """True if some layers' weights are not always at the same address."""
+        return self._source is not RESIDENT
+
     @torch.inference_mode()
     def place(self, weights: AdapterWeights) -> LoraAdapter:
         """Builds an adapter for this decoder. Rows may name it after ``let_in``. Runs on any thread."""

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -43,7 +44,8 @@ struct Fiber {
   bool runnable() const { return !done && (!waits_for || waits_for->generation != waits_since); }
 };
 
-// State of the running block. Used by one thread at a time (kvk_launch holds a lock in Python).
+// State of the running block. Used by one thread at a time: kvk_launch holds a lock.
+static std::mutex launching;
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warps;
 static std::vector<Exchange> exchanges;  // [warp][parity]
@@ -57,7 +59,7 @@ static enum Landing { AT_WAIT, AT_ISSUE, AT_RANDOM } landing;
 static std::minstd_rand dice;
 static unsigned max_shared_bytes = ~0u;
 static constexpr unsigned MAX_GRID_YZ = 65535;
-static char error[400];
+static thread_local char error[400];
 static const Registered* running = nullptr;
 static const void* running_params = nullptr;
 
@@ -240,6 +242,7 @@ size_t kvk_params_bytes(const char* name) {
 }
 int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigned shared_bytes, void* params, void*) {
   using namespace emulator;
+  std::lock_guard<std::mutex> alone(launching);
   running = find(name);
   if (!running) return -1;
   running_params = params;

@@ -50,3 +50,23 @@ def test_the_commands_that_build_images_name_it(name: str) -> None:
 
 def test_the_changelog_has_it() -> None:
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_lowest_versions_that_are_allowed_load_the_stubs() -> None:
+    """A stub refuses a runtime that is older than its generator, so that no kernel was even named."""
+    wanted = " ".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    allowed = {name: numbers(version) for name, version in re.findall(r"(grpcio|protobuf)>=([\d.]+)", wanted)}
+    stubs = [path.read_text() for path in (ROOT / "clients" / "python" / "kvsidecar").rglob("*_pb2*.py")]
+    made = [numbers(found) for stub in stubs for found in re.findall(r"GRPC_GENERATED_VERSION = '([\d.]+)'", stub)]
+    runtime = re.compile(r"ValidateProtobufRuntimeVersion\(\s*[\w.]+,\s*(\d+),\s*(\d+),\s*(\d+)")
+    needed = [tuple(map(int, found)) for stub in stubs for found in runtime.findall(stub)]
+    assert made
+    assert needed
+    assert max(made) <= allowed["grpcio"]
+    assert max(needed) <= allowed["protobuf"]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return a version's three numbers."""
+    found = [*map(int, version.split(".")), 0, 0]
+    return tuple(found[:3])

@@ -18,6 +18,7 @@ from kvsidecar.net.channel import ServiceAddress
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
 from tests.integrations.pools import LMCACHE
+from tests.kvsidecar.kv_transfer.test_reuse_metrics import Scraped, daemon
 
 SIZES = [100, 8 * TOKEN_BYTES, 8 * TOKEN_BYTES + 1]
 NAMES = [ObjectName(b"", b"%d" % i) for i in range(4)]
@@ -106,6 +107,36 @@ def test_locks_are_leases(node: Node) -> None:
     until(lambda: not leases(node))  # releases are not waited for
     assert one.load(NAMES[:1], [into]) == [False]
     one.close()
+
+
+def test_loads_are_in_the_daemons_metrics(tmp_path: Path) -> None:
+    """A load counts when its lease ends: that of the lock, or of the load itself. Tokens are units of 32 KiB."""
+    with daemon(tmp_path, 0) as (node, port):
+        link = DaemonConnection(
+            ServiceAddress(node.cache_socket), "counted", descriptor("counted", GEOMETRY), engine="lmcache"
+        )
+        assert link.wait(10)
+        store, sizes = L2ObjectStore(link, timeout=5.0), [100, 8 * TOKEN_BYTES, 9 * TOKEN_BYTES]
+        into = [memoryview(bytearray(size)) for size in sizes]
+        try:
+            assert store.store(NAMES[:3], [object_of(i, size) for i, size in enumerate(sizes)]).stored == (True,) * 3
+            assert store.lock(NAMES[:2], sizes[:2]) == [True, True]
+            for _ in range(2):
+                assert store.load(NAMES[1:2], into[1:2]) == [True]
+            assert Scraped(port, link.namespace)("loads", "", engine="lmcache") == 0, "the lease has not ended"
+            store.unlock(NAMES[:2])
+            assert store.load(NAMES[1:], [*into[1:], memoryview(bytearray(5))]) == [True, True, False]
+            assert store.lock(NAMES[:1], sizes[:1]) == [True]
+            store.unlock(NAMES[:1])  # found, and not loaded
+            until(lambda: not leases(node))
+            until(lambda: Scraped(port, link.namespace)("loads", "", engine="lmcache") >= 2)
+            found = Scraped(port, link.namespace)
+        finally:
+            store.close()
+        assert found("loads", "", engine="lmcache") == 2
+        assert found("loaded_tokens", "", engine="lmcache") == 8 + (8 + 9)
+        assert found("loaded_bytes", "", engine="lmcache") == (8 + (8 + 9)) * TOKEN_BYTES
+        assert 0 < found("load_seconds", "", engine="lmcache") < 20
 
 
 def test_tenants_share_nothing(node: Node) -> None:

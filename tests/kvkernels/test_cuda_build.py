@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,22 @@ def test_compiled_code_is_kept(
     assert nvrtc.cached_cubins("sm_90") == [b"first", b"sm_90"]
 
 
+def test_workers_that_start_at_once_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file lock excludes threads and processes alike, since each opens the file for itself."""
+    compiled = list[str]()
+
+    def compile_kernels(architecture: str) -> list[bytes]:
+        compiled.append(architecture)
+        time.sleep(0.2)
+        return [b"code"]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compile_kernels", compile_kernels)
+    with ThreadPoolExecutor(3) as workers:
+        assert list(workers.map(nvrtc.cached_cubins, ["sm_90"] * 3)) == [[b"code"]] * 3
+    assert compiled == ["sm_90"]
+
+
 NVRTC_DOUBLE = """
 int nvrtcGetNumSupportedArchs(int* count) {{ *count = 1; return 0; }}
 int nvrtcGetSupportedArchs(int* numbers) {{ *numbers = {number}; return 0; }}
@@ -130,6 +148,23 @@ def test_the_compiler_that_supports_an_architecture_is_found(tmp_path: Path, mon
     assert nvrtc.find_compiler("sm_90").headers == tmp_path / "cu13" / "include"
     with pytest.raises(RuntimeError, match=r"no NVRTC for sm_50: .*cu13.*cuda_nvrtc.* support others"):
         nvrtc.find_compiler("sm_50")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build the test doubles with")
+def test_a_compiler_gets_the_builtins_of_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA 13's library needs them and does not look beside itself."""
+    folder, headers = tmp_path / "cu99" / "lib", tmp_path / "cu99" / "include"
+    folder.mkdir(parents=True)
+    headers.mkdir()
+    (headers / "cuda_fp16.h").touch()
+    builtins, source = folder / "libnvrtc-builtins.so.99.0", folder / "nvrtc.c"
+    source.write_text(NVRTC_DOUBLE.format(number=90))
+    compiler = ["cc", "-shared", "-fPIC"]
+    subprocess.run([*compiler, "-xc", "/dev/null", f"-Wl,-soname,{builtins.name}", "-o", str(builtins)], check=True)
+    needs = ["-Wl,--no-as-needed", str(builtins), "-o", str(folder / "libnvrtc.so.99")]
+    subprocess.run([*compiler, str(source), *needs], check=True)
+    monkeypatch.setattr(nvrtc, "nvidia_folders", lambda: [tmp_path / "cu99"])
+    assert nvrtc.find_compiler("sm_90").library == folder / "libnvrtc.so.99"
 
 
 def test_a_build_beside_cuda_13_leaves_out_volta_and_says_so(

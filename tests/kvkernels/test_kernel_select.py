@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +17,10 @@ import torch
 from kvkernels.cuda import kernel_select, nvrtc
 from kvkernels.cuda.cuda_driver import CubinModule, PrimaryContext
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
-from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection
+from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection, kernels_for, load_library
 
 from inference_svc.model_runner import cuda_attention
+from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.doubles.card import T4
 from tests.kvkernels.doubles.fake_driver import FakeDriver
 
@@ -24,7 +28,7 @@ from tests.kvkernels.doubles.fake_driver import FakeDriver
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver.for_test(devices=2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(kernel_select, "device_of", lambda device: SimulatedDevice(device.index or 0))
     monkeypatch.setattr(nvrtc, "cached_cubins", lambda name: [b"cubin"])
     monkeypatch.setattr(kernel_select, "LIBRARY", kernel_select.LIBRARY / "not built")
     yield fake
@@ -102,6 +106,73 @@ def test_a_library_is_launched_under_its_devices_guard() -> None:
     assert events == ["cuda:1", "launch", "back"]
 
 
+def test_the_librarys_kernels_run_on_the_device_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, launched = list[int](), list[list[int]]()
+
+    @contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        current.append(ordinal)
+        yield
+        current.pop()
+
+    library = SimpleNamespace(devices=2, launch=lambda *_: launched.append([*current]))
+    monkeypatch.setattr(kernel_select, "LIBRARY", tmp_path)
+    monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: library)
+    monkeypatch.setattr(kernel_select, "device_of", lambda card: SimpleNamespace(guard=lambda: device(card.index)))
+    launch(load_library(1))
+    assert launched == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (0, "it reports no device"),
+        (-100, "it reports no device"),
+        (-35, "no driver, or one that is older than its CUDA"),
+        (-3, "CUDA error 3"),
+    ],
+)
+def test_a_library_without_a_device_says_why(
+    devices: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_select, "LIBRARY", tmp_path)
+    monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: SimpleNamespace(devices=devices))
+    with pytest.raises(OSError, match=reason):
+        load_library(0)
+
+
+def test_threads_that_ask_at_once_wait_for_one_compilation(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[str]()
+
+    def cubins(name: str) -> list[bytes]:
+        compiled.append(name)
+        time.sleep(0.2)
+        return [b"cubin"]
+
+    monkeypatch.setattr(nvrtc, "cached_cubins", cubins)
+    selection = KernelSelection()
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(selection.of, [0] * 4)
+    assert first.kernels is not None
+    assert all(other is first for other in others)
+    assert compiled == ["sm_90"]
+
+
+def test_a_device_without_a_number_is_the_threads_current_one(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernels by both names, so that a refusal of one is not that of the other."""
+    monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
+    monkeypatch.setattr(
+        kernel_select, "device_of", lambda card: SimulatedDevice(1 if card.index is None else card.index)
+    )
+    found = kernels_for(torch.device("cuda"))
+    assert found is kernels_for(torch.device("cuda", 1))
+    assert found is not kernels_for(torch.device("cuda", 0))
+
+
 def test_a_refusal_is_logged_once_and_tried_again(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,8 +201,7 @@ def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A T4 has 64 KiB for a block; attention of 256 channels needs 66 KiB, of 128 it runs."""
-    card = SimpleNamespace(shared_memory_per_block_optin=T4.shared_bytes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(kernel_select, "device_of", lambda device: SimulatedDevice(device.index or 0, card=T4))
     monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
     t4 = torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING, "kvkernels"):

@@ -6,6 +6,7 @@ from kvkernels import awq_dequantize, ops
 from kvkernels.cuda import awq_gemm
 from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 
+from tests.kvkernels.doubles.card import T4
 from tests.kvkernels.emulated.conftest import Emulated, library
 from tests.kvkernels.emulated.oracle import int32
 from tests.kvkernels.emulated.test_awq_gemm import layer
@@ -58,3 +59,10 @@ def test_reference_and_kernel_multiply_alike(emulated: Emulated) -> None:
     assert isinstance(x, torch.Tensor)
     product = ops.awq_gemm(*awq_arguments())
     assert (awq_gemm.gemm(emulated, x, packed).float() - product.float()).abs().max() <= 2e-3 * product.abs().max()
+
+
+def test_attention_beyond_a_cards_shared_memory_is_torchs(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_kernels", lambda x: emulated)
+    monkeypatch.setattr(ops, "fits", lambda device, kernel, shared_bytes: shared_bytes <= T4.shared_bytes)
+    assert ops._attention_kernels(torch.zeros(1, 4, 256)) is None
+    assert ops._attention_kernels(torch.zeros(1, 4, 128)) is emulated

@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-AREAS = ("store", "durable", "remote", "access", "engine", "reuse", "cache", "kernels", "gateway")
+AREAS = ("store", "durable", "remote", "access", "engine", "reuse", "cache", "kernels", "gpu", "gateway")
 
 
 class StaleMutation(Exception):

@@ -1,7 +1,7 @@
 """Memory in pages of 2 MiB.
 
 A product reads each weight once per step. With pages of 4 KiB, the processor looks up an address every 4 KiB, in a
-virtual machine through two tables. ``docs/adr/095-large-pages.md`` has the measurements.
+virtual machine through two tables. ``docs/adr/096-large-pages.md`` has the measurements.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observability import otel
 from cache_daemon.observability.call_metrics import CallMetrics
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.reuse_metrics import COUNTERS as COUNTERS_OF_REUSE
+from cache_daemon.observability.reuse_metrics import ReuseMetrics
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.rpc.cache_service import CacheService
 from cache_daemon.rpc.servicer_base import ServiceState
@@ -51,6 +53,7 @@ class Traced:
     channel: grpc.aio.Channel
     exporter: Any
     reader: Any
+    reuse: ReuseMetrics
 
     async def spans(self) -> dict[str, Any]:
         """Finished spans by the last part of their name; waits for calls to end on the server, too."""
@@ -83,7 +86,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
         await server.start()
         channel = grpc.aio.insecure_channel(f"unix:{folder}/s")
         try:
-            yield Traced(bench, CacheServiceStub(channel), channel, exporter, reader)
+            yield Traced(bench, CacheServiceStub(channel), channel, exporter, reader, shared.reuse)
         finally:
             await channel.close()
             await server.stop(None)
@@ -152,11 +155,30 @@ async def test_metrics_of_opentelemetry_are_the_daemons(tmp_path: Path) -> None:
         names = {
             f"kvsidecar.cache.{name}" for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing", "calls")
         }
-        assert metrics.keys() == names
+        assert {name for name in metrics if not name.startswith("kvsidecar.engine.")} == names
         assert [p.value for p in metrics["kvsidecar.cache.tokens"].data.data_points] == [4]
         assert [p.value for p in metrics["kvsidecar.cache.commits"].data.data_points] == [1]
         calls = {p.attributes["rpc.method"]: p.value for p in metrics["kvsidecar.cache.calls"].data.data_points}
         assert calls == {"Stats": 1}
+
+
+async def test_reuse_by_engine_is_sent_with_its_labels(tmp_path: Path) -> None:
+    async with traced(tmp_path) as t:
+        session, counted = t.bench.session, t.reuse
+        session.shares_memory = True
+        counted.attach(session, "vllm")
+        counted.add_stored(session, b"", 4, 100)
+        counted.add_miss(session.namespace, b"", "evicted", 3)
+        data = await asyncio.to_thread(t.reader.get_metrics_data)
+        points = {
+            m.name.removeprefix("kvsidecar.engine."): [(dict(p.attributes), p.value) for p in m.data.data_points]
+            for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics
+        }  # fmt: skip
+        labels = {"engine": "vllm", "namespace": session.namespace.hex()[:12], "tenant": ""}
+        for name in COUNTERS_OF_REUSE:
+            assert points[name] == [(labels, {"stored_tokens": 4, "stored_bytes": 100}.get(name, 0))]
+        assert points["misses"] == [(labels | {"kind": "evicted"}, 1)]
+        assert points["miss_tokens"] == [(labels | {"kind": "evicted"}, 3)]
 
 
 def test_a_daemon_sends_to_a_collector(start: Callable[..., Node]) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 import transformers as t
+from kvkernels.cuda.cuda_library import KernelLaunchError
 
 from inference_svc.kv_pool.block_table import UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -129,3 +131,28 @@ def test_torch_serves_where_it_is_faster(
     kinds = select_cuda_attention(pool, emulated, heads=4, keys=256).kinds
     assert kinds == (frozenset() if torch_is_faster else {"decode", "prefill", "scattered"})
     assert pool.free_pages == before
+
+
+def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the start of the worker."""
+    pool, now = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu")), [0.0]
+
+    class SmallCard:
+        """Refuses a decode step."""
+
+        def launch(self, name: str, grid: Any, threads: int, shared_bytes: int, params: Any, stream: int) -> None:
+            if getattr(params, "rows", 0) == 1:
+                raise KernelLaunchError(f"{name}: too many resources requested for launch")
+            emulated.launch(name, grid, threads, shared_bytes, params, stream)
+
+        def has(self, *_: object) -> bool:
+            return True
+
+    def torchs(*_: Any) -> None:
+        now[0] += 1.0
+
+    monkeypatch.setattr(cuda_attention, "attend_segments", torchs)
+    monkeypatch.setattr(cuda_attention, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with structlog.testing.capture_logs() as logs:
+        assert select_cuda_attention(pool, SmallCard(), heads=4, keys=64).kinds == {"prefill", "scattered"}
+    assert [(line["kind"], "too many resources" in line["reason"]) for line in logs] == [("decode", True)]

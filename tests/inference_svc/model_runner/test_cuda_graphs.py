@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kvkernels.cuda.cuda_library import KernelLaunchError
+from kvkernels.device.cuda_graph_recorder import CudaGraphRecorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,7 @@ from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_attention import CudaAttention
-from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder, CudaGraphs, make_cuda_graphs
+from inference_svc.model_runner.cuda_graphs import CudaGraphs, make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
 from inference_svc.sampling.sampling_params import SamplingParams
@@ -233,9 +234,12 @@ def recorder_on(cuda: FakeCuda) -> CudaGraphRecorder:
 
 
 @pytest.mark.parametrize("where", ["the step", "the end"])
-def test_a_failed_capture_leaves_the_thread_on_its_stream(where: str) -> None:
+def test_a_failed_capture_leaves_the_thread_on_its_stream(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are ordered after the engine's stream: an engine on another one would read keys that are not there yet."""
-    cuda, runs = FakeCuda(capture_fails=True), 0
+    cuda, runs, ended = FakeCuda(capture_fails=True), 0, list[object]()
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda device, memory: ended.append((device, memory)), raising=False
+    )
 
     def step() -> Tensor:
         nonlocal runs
@@ -249,6 +253,7 @@ def test_a_failed_capture_leaves_the_thread_on_its_stream(where: str) -> None:
         recorder_on(cuda).record(step)
     assert cuda.stream_now == "default"
     assert cuda.captures == 1
+    assert ended == [(0, (0, 1))], "blocks of several streams are used again"
 
 
 def read_on_host() -> Tensor:
@@ -260,10 +265,14 @@ def grouped_product() -> Tensor:
     return torch._grouped_mm(torch.ones(16, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16(), offs=groups)
 
 
-@pytest.mark.parametrize("step", [read_on_host, grouped_product])
+def copied_to_host() -> Tensor:
+    return torch.zeros(1, device="meta").cpu()
+
+
+@pytest.mark.parametrize("step", [read_on_host, grouped_product, copied_to_host])
 def test_a_step_that_waits_for_the_device_is_never_captured(step: Callable[[], Tensor]) -> None:
     cuda = FakeCuda(capture_fails=False)
-    with pytest.raises(RuntimeError, match="waits for the device"):
+    with pytest.raises(RuntimeError, match=r"waits for the device|copies to the host"):
         recorder_on(cuda).record(step)
     assert cuda.captures == 0
     assert cuda.stream_now == "default"

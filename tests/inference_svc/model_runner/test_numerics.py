@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,3 +265,24 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
     monkeypatch.setattr(numerics_probe, "linear_for", uneven)
     with_numerics_identity(loaded, decoder, 16)
     assert shown == ["named"]
+
+
+class GpuOnCpu(str):
+    """The name of a device that computes on the CPU, and says that it is a GPU."""
+
+    __slots__ = ()
+    type = "cuda"
+
+
+def test_a_gpu_and_its_libraries_are_part_of_the_identity(
+    models: dict[str, tuple[LoadedModel, Decoder]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows need not show by which kernels a GPU multiplies many."""
+    loaded, decoder = models["bfloat16"]
+    device: Any = GpuOnCpu("cpu")
+    found = {NumericsProbe(loaded, decoder, 1, None).id(16)}
+    for card in ("H100", "H200"):
+        facts = SimpleNamespace(name=card, capability=(9, 0))
+        monkeypatch.setattr(numerics_probe, "device_of", lambda device, facts=facts: SimpleNamespace(facts=facts))
+        found.add(NumericsProbe(replace(loaded, device=device), decoder, 1, None).id(16))
+    assert len(found) == 3

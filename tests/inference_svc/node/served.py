@@ -83,6 +83,13 @@ class Served:
                     found.append(child)
         return found
 
+    def replace_worker(self) -> None:
+        """Kill the only worker; return when its successor serves."""
+        (worker,) = self.children("--name=worker-0")
+        worker.kill()
+        self.until(lambda: any(child.pid != worker.pid for child in self.children("--name=worker-0")))
+        self.until(lambda: self.run("status").returncode == 0, 120)
+
     def ask(self) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)

@@ -16,16 +16,21 @@ from tests.kvkernels.doubles.card import H100
 
 
 @cache
-def compiled(name: str, soname: str = "") -> ctypes.CDLL:
-    """Compile and load ``name.c`` beside this file. With a soname, later loads of that name find it."""
+def shared_object(source: Path, soname: str = "") -> Path:
+    """Compile a C file; skips the test where there is no compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the test doubles with")
-    target = Path(tempfile.mkdtemp(prefix="kvsidecar-double-")) / f"{soname or name}.so"
-    source = Path(__file__).with_name(f"{name}.c")
+    target = Path(tempfile.mkdtemp(prefix="kvsidecar-double-")) / f"{soname or source.stem}.so"
     flags = ["-shared", "-fPIC", "-O1", "-w", *([f"-Wl,-soname,{soname}"] if soname else [])]
     subprocess.run([compiler, *flags, str(source), "-o", str(target), "-ldl", "-lpthread"], check=True)
-    return ctypes.CDLL(str(target))
+    return target
+
+
+@cache
+def compiled(name: str, soname: str = "") -> ctypes.CDLL:
+    """Compile and load ``name.c`` beside this file. With a soname, later loads of that name find it."""
+    return ctypes.CDLL(str(shared_object(Path(__file__).with_name(f"{name}.c"), soname)))
 
 
 class FakeDriver:

@@ -1,5 +1,7 @@
 """The emulator refuses what a GPU refuses: misaligned accesses and launches beyond a card's limits."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.kvkernels.doubles.card import A100, H100, RTX_4060, T4, V100, Card
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case
 from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
+from tests.kvkernels.emulated.test_cuda_kv_pack import address, pools
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -59,3 +62,18 @@ def test_a_block_has_the_registers_of_the_card(emulated: Emulated) -> None:
     emulated.use(H100)
     with pytest.raises(KernelLaunchError, match=r"attention_pool_f16_256: \d+ registers for a block; H100 has 65536"):
         emulated.launch("attention_pool_f16_256", (1, 1, 1), 1024, shared_bytes(256), _KvPackParams(), 0)
+
+
+def test_launches_of_several_threads_come_one_after_another(emulated: Emulated) -> None:
+    """Loads and stores launch on threads of their own, and ctypes calls without the GIL."""
+    (keys, values), slots = pools(torch.float16, 64, seed=0), torch.arange(150)
+    header = new_header(Geometry(3, 2, 64, DATA_TYPE_FLOAT16, 8), list(range(150)), 0)
+
+    def packed(_: int) -> bytes:
+        payload = bytearray(header.payload_bytes)
+        cuda_kv_pack.pack(emulated, keys, values, slots, header, address(payload))
+        return bytes(payload)
+
+    alone = packed(0)
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(packed, range(16))) == {alone}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -26,7 +27,7 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.named_pages import NAME_TOKENS, LeasedPages, NamedPage, NamedPages
 from kvsidecar.kv_transfer.prefix_lookup import header_of
-from kvsidecar.kv_transfer.session import Session
+from kvsidecar.kv_transfer.session import CompletedLoad, Session
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,19 @@ class ObjectName:
 
 @dataclass(eq=False)
 class _ObjectLease:
-    """The lease of one lookup, and its objects that are still locked."""
+    """The lease of one lookup, its objects that are still locked, and what was loaded under it."""
 
     held: LeasedPages
     pages: dict[ObjectName, pb.ChunkMatch] = field(default_factory=dict)
+    seconds: float = 0.0  # of the lookup and of copies
+    loaded: dict[bytes, pb.ChunkMatch] = field(default_factory=dict)  # by hash: an object may be loaded again
+
+    def completed(self) -> CompletedLoad | None:
+        """Return the load for the daemon's metrics; its tokens are units of ``TOKEN_BYTES``."""
+        if not self.loaded:
+            return None
+        chunks = self.loaded.values()
+        return CompletedLoad(sum(c.tokens for c in chunks), sum(c.payload_bytes for c in chunks), self.seconds)
 
 
 class L2ObjectStore:
@@ -98,10 +108,12 @@ class L2ObjectStore:
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
+            began = time.perf_counter()
             held = self._find(session, names, sizes, these)
             if held is None:
                 return
-            lease = _ObjectLease(held, {names[these[at]]: match for at, match in held.pages.items()})
+            matches = {names[these[at]]: match for at, match in held.pages.items()}
+            lease = _ObjectLease(held, matches, time.perf_counter() - began)
             if not lease.pages:
                 self._pages.release(held)
             with self._lock:
@@ -126,7 +138,7 @@ class L2ObjectStore:
                 del lease.pages[name]
                 last = not lease.pages
             if last:
-                self._pages.release(lease.held)
+                self._pages.release(lease.held, lease.completed())
 
     def load(self, names: Sequence[ObjectName], targets: Sequence[memoryview]) -> list[bool]:
         """Copy objects into buffers of their sizes; return which were filled.
@@ -136,23 +148,30 @@ class L2ObjectStore:
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
+            began = time.perf_counter()
             locked = {i: found for i in these if (found := self._locked(session, names[i])) is not None}
             absent = [i for i in these if i not in locked]
             held = self._find(session, names, [len(target) for target in targets], absent) if absent else None
-            under: dict[LeasedPages, dict[int, pb.ChunkMatch]] = defaultdict(dict)
+            under: dict[_ObjectLease, dict[int, pb.ChunkMatch]] = defaultdict(dict)
             for i, (lease, match) in locked.items():
                 under[lease][i] = match
-            if held is not None:
-                under[held] = {absent[at]: match for at, match in held.pages.items()}
+            own = None if held is None else _ObjectLease(held)
+            if own is not None:
+                under[own] = {absent[at]: match for at, match in own.held.pages.items()}
             try:
-                good = [i for lease, matches in under.items() for i in self._copied(lease, matches, targets)]
+                copied = {lease: self._copied(lease.held, matches, targets) for lease, matches in under.items()}
                 if not session.leases_valid:
                     raise ConnectionError("the session ended while objects were copied")
-                for i in good:
+                seconds = time.perf_counter() - began
+                with self._lock:
+                    for lease, good in copied.items():
+                        lease.seconds += seconds / len(copied)
+                        lease.loaded |= {under[lease][i].prefix_hash: under[lease][i] for i in good}
+                for i in (i for good in copied.values() for i in good):
                     done[i] = True
             finally:
-                if held is not None:
-                    self._pages.release(held)
+                if own is not None:
+                    self._pages.release(own.held, own.completed())
 
         self._by_tenant("loading", names, of_tenant)
         return done
@@ -199,12 +218,12 @@ class L2ObjectStore:
                 _copy(payload[: len(targets[i])], targets[i])
         return good
 
-    def _locked(self, session: Session, name: ObjectName) -> tuple[LeasedPages, pb.ChunkMatch] | None:
-        """Return an object that is locked in this session."""
+    def _locked(self, session: Session, name: ObjectName) -> tuple[_ObjectLease, pb.ChunkMatch] | None:
+        """Return an object that is locked in this session, and its lease."""
         with self._lock:
             for lease in self._locks.get(name, ()):
                 if lease.held.found.session is session:
-                    return lease.held, lease.pages[name]
+                    return lease, lease.pages[name]
         return None
 
     def _find(
