@@ -7,10 +7,11 @@ change, so neither do any results.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from kvkernels.cpu import large_pages
 from kvsidecar.process.malloc_tuning import trim_freed_memory
-from torch import Tensor, nn
+from torch import Tensor
 
 from inference_svc.models.layer_streaming import onednn_weights
 from inference_svc.models.layer_streaming.weight_form import StreamableLinear, bytes_of, form_of, weight_view
@@ -21,17 +22,17 @@ _ALIGN = 4096
 _TRIM_BYTES = 256 << 20
 
 
-def arena_bytes(linears: Iterable[nn.Module]) -> int:
+def arena_bytes(linears: Iterable[StreamableLinear]) -> int:
     """Return the size of the arena of these layers."""
     return sum(_padded(form_of(linear).size_bytes) for linear in linears)
 
 
-def move_to_arena(linears: Iterable[nn.Module]) -> Tensor | None:
-    """Move the weights of CPU layers to one arena, and return it: uint8 ``[bytes]``. The layers keep it alive.
+def move_to_arena(modules: Iterable[Any]) -> Tensor | None:
+    """Move the weights of the linear layers among ``modules``, on a CPU, to one arena, and return it: uint8 ``[bytes]``. The layers keep it alive.
 
     Moves nothing and returns None if torch makes no packed weights over other memory, or if the system has no memory.
     """
-    moved: list[StreamableLinear] = [linear for linear in linears if isinstance(linear, StreamableLinear)]
+    moved: list[StreamableLinear] = [linear for linear in modules if isinstance(linear, StreamableLinear)]
     if any(isinstance(linear, PackedLinear) for linear in moved) and not onednn_weights.available():
         return None
     try:
