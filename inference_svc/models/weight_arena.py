@@ -28,9 +28,10 @@ def arena_bytes(linears: Iterable[StreamableLinear]) -> int:
 
 
 def move_to_arena(modules: Iterable[Any]) -> Tensor | None:
-    """Move the weights of the linear layers among ``modules``, on a CPU, to one arena, and return it: uint8 ``[bytes]``. The layers keep it alive.
+    """Move the weights of the linear layers among ``modules``, on a CPU, to one arena, uint8 ``[bytes]``.
 
-    Moves nothing and returns None if torch makes no packed weights over other memory, or if the system has no memory.
+    The layers keep it alive. Moves nothing and returns None if torch makes no packed weights over other memory, or if
+    the system has no memory.
     """
     moved: list[StreamableLinear] = [linear for linear in modules if isinstance(linear, StreamableLinear)]
     if any(isinstance(linear, PackedLinear) for linear in moved) and not onednn_weights.available():
