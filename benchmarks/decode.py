@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from kvkernels.device.visible_devices import device_of, is_device
 
 from benchmarks import report
 from benchmarks.node import Node
@@ -55,8 +56,8 @@ def _best_seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if is_device(device):
+        device_of(device).synchronize()
 
 
 def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:

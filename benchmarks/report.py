@@ -79,10 +79,10 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory / (1 << 20), 1),
         "system": platform.platform(),
     }
-    import torch
+    from kvkernels.device.visible_devices import cuda_devices, device_of
 
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(0)
+    if cards := cuda_devices():
+        found["gpu"] = device_of(cards[0]).facts.name
     return found
 
 

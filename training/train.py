@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from kvkernels.device.visible_devices import has_cuda
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -276,7 +277,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--first-layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if has_cuda() else "cpu")
     parser.add_argument("--export", type=Path, help="evaluate, write the model to this folder and stop")
     parser.add_argument("--samples", type=int, default=200, help="samples per task for --export")
     options = parser.parse_args()

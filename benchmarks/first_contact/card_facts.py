@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from kvkernels.cuda import cuda_build, emulator, kernel_select, nvrtc
 from kvkernels.cuda.cuda_driver import PrimaryContext
+from kvkernels.device.visible_devices import device_of
 
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.row import RowFile
@@ -41,10 +42,9 @@ def read_facts(device: ContactDevice, rows: RowFile) -> None:
     compilers = [str(found.library) for found in nvrtc.find_compilers()]
     rows.measured("compilers", f"nvcc {cuda_build.find_nvcc() or 'none'}; NVRTC {', '.join(compilers) or 'none'}")
     if isinstance(device, GpuDevice):
-        major, minor = torch.cuda.get_device_capability(device.torch)
-        free, total = torch.cuda.mem_get_info(device.torch)
-        name = torch.cuda.get_device_name(device.torch)
-        rows.measured("card", f"{name}, sm_{major}{minor}, {free >> 20} of {total >> 20} MiB free")
+        card = device_of(device.torch)
+        (major, minor), free, total = card.facts.capability, card.free_bytes(), card.facts.memory_bytes
+        rows.measured("card", f"{card.facts.name}, sm_{major}{minor}, {free >> 20} of {total >> 20} MiB free")
     if (smi := shutil.which("nvidia-smi")) is not None:
         query = "driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit,ecc.mode.current"
         done = subprocess.run([smi, f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True)
@@ -58,7 +58,7 @@ def build_kernels(device: ContactDevice, rows: RowFile) -> None:
         library = emulator.build()
         rows.passed("emulator", f"{time.monotonic() - began:.1f} s, {library.stat().st_size / 1e6:.1f} MB")
         return
-    major, minor = torch.cuda.get_device_capability(device.torch)
+    major, minor = device_of(device.torch).facts.capability
     architecture = 10 * major + minor
     if (nvcc := cuda_build.find_nvcc()) is not None and architecture in cuda_build.supported_architectures(nvcc):
         try:

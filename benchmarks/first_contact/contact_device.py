@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for, supports
-
-from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder
+from kvkernels.device.visible_devices import device_of, has_cuda
 
 _REPLAYS = 10
 _FAKE_PARTS = {
@@ -50,21 +49,21 @@ class GpuDevice:
 
     def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
         """Return the times of a call, by replaying all calls as one CUDA graph after a warm-up."""
-        cuda: Any = torch.cuda
+        card = device_of(self.torch)
 
         def step() -> Any:
             return [call() for call in calls][-1]
 
-        replay = CudaGraphRecorder(self.torch).record(step)
+        replay = card.record_graph(step)
         replay()
         out = []
         for _ in range(_REPLAYS):
-            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            start.record()
+            start, end = card.event(timed=True), card.event(timed=True)
+            start.record(card.current_stream())
             replay()
-            end.record()
+            end.record(card.current_stream())
             end.synchronize()
-            out.append(start.elapsed_time(end) * 1000 / len(calls))
+            out.append(end.milliseconds_since(start) * 1000 / len(calls))
         return out
 
 
@@ -109,6 +108,6 @@ def make_device(name: str, model: str) -> ContactDevice:
     """Make the device ``cuda`` or ``fake``. Raises RuntimeError if torch sees no GPU."""
     if name == "fake":
         return FakeDevice(model)
-    if not torch.cuda.is_available():
+    if not has_cuda():
         raise RuntimeError(f"the driver has a GPU, but torch {torch.__version__} sees none")
     return GpuDevice(model)

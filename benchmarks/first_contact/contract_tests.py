@@ -18,6 +18,7 @@ from benchmarks.first_contact.row import RowFile
 # Contracts of memory, streams, capture, and sharing between processes. Those marked gpu run on the card; the others are
 # the same contracts over doubles.
 TESTS = (
+    "tests/kvkernels/device/test_device_contract.py",
     "tests/kvkernels/test_chunk_transfer.py",
     "tests/kvkernels/test_kernel_select.py",
     "tests/cache_daemon/memory/test_device_memory.py",

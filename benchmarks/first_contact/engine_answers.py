@@ -10,6 +10,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from kvkernels.device.device_port import Step
+from kvkernels.device.visible_devices import device_of
 from kvsidecar import Client
 
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
@@ -18,7 +20,7 @@ from benchmarks.node import Node
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_attention import CudaAttention
-from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder, CudaGraphs, Step
+from inference_svc.model_runner.cuda_graphs import CudaGraphs, DeviceRecorder
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models import loader
 from inference_svc.models.loader import LoadedModel
@@ -139,7 +141,7 @@ def _check_graphs(device: ContactDevice, rows: RowFile) -> None:
         ids = prompt(length, length)
         ids = [token % 300 for token in ids]
         decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, True)], pool, model.device))
-    recorder = CudaGraphRecorder(model.device) if isinstance(device, GpuDevice) else _EagerRecorder()
+    recorder = DeviceRecorder(device_of(model.device)) if isinstance(device, GpuDevice) else _EagerRecorder()
     graphs = CudaGraphs(decoder, pool, recorder, 8)
     errors: list[float] = []
     for step, chosen in enumerate(((1,), (0, 1, 2), (2, 0, 1), (1,))):

@@ -16,6 +16,7 @@ import torch
 from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, shared_bytes
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import fits, kernels_for, supports
+from kvkernels.device.visible_devices import device_of
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
@@ -144,6 +145,6 @@ def _seconds(way: AttentionFn, query: Tensor, batch: ForwardBatch) -> float:
         began = time.perf_counter()
         way(query, batch, 0, query.shape[2] ** -0.5, None, None)
         if query.is_cuda:
-            torch.cuda.synchronize(query.device)
+            device_of(query.device).synchronize()
         times.append(time.perf_counter() - began)
     return float(np.median(times[1:]))

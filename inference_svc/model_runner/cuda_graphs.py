@@ -7,17 +7,17 @@ of two, with one recording per pair. Padding sequences compute a row in the pool
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import Any, Protocol
+import math
+from typing import Protocol
 
 import numpy as np
 import structlog
 import torch
 from kvkernels.cuda.cuda_attention import AttentionRows
 from kvkernels.cuda.cuda_library import KernelLaunchError
+from kvkernels.device.device_port import Device, Step
+from kvkernels.device.visible_devices import device_of, is_device
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
@@ -25,7 +25,6 @@ from inference_svc.model_runner.engine_lost import check_device
 from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch, Segment, SequenceSlice
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
-Step = Callable[[], Tensor]
 _MIN_KEYS = 1024
 
 log = structlog.get_logger("engine")
@@ -42,82 +41,14 @@ class GraphRecorder(Protocol):
         ...
 
 
-class CudaGraphRecorder:
-    """Records CUDA graphs. All share one memory pool, so only one may be replayed at a time."""
+class DeviceRecorder:
+    """Records graphs of a device. All share one memory pool, so only one may be replayed at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda: Any = torch.cuda
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._memory: Any = None
 
     def record(self, step: Step) -> Step:
-        cuda = self._cuda
-        with cuda.device(self._device):
-            stream, graph = cuda.Stream(), cuda.CUDAGraph()
-            before = cuda.current_stream()
-            stream.wait_stream(before)
-            # torch.cuda.graph leaves its stream only after a capture that ends well, so it is not used here.
-            with cuda.stream(stream):
-                # A first run: libraries choose their kernels, and a step that cannot be captured is refused here.
-                with CaptureCheck(cuda.get_device_capability(self._device)):
-                    step()
-                stream.synchronize()
-                out = self._captured(graph, step)
-            before.wait_stream(stream)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return out
-
-        return replay
-
-    def _captured(self, graph: Any, step: Step) -> Tensor:
-        """Capture a step on the current stream. Other threads copy meanwhile, so only this thread is checked."""
-        if self._memory is None:
-            self._memory = self._cuda.graph_pool_handle()
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-        try:
-            out = step()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's error says why
-                graph.capture_end()
-            self._end_allocation()
-            raise
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            self._end_allocation()
-            raise
-        return out
-
-    def _end_allocation(self) -> None:
-        """End the allocator's use of the graphs' memory, which a failed capture leaves on."""
-        end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        if end is not None:
-            with contextlib.suppress(RuntimeError):  # the capture had ended it
-                end(self._device.index or 0, self._memory)
-        self._memory = None
-
-
-class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that a CUDA graph cannot contain: those that wait for the device."""
-
-    _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capability = capability
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation. Raises RuntimeError for one that cannot be captured."""
-        name = func._schema.name.removeprefix("aten::")
-        # torch's grouped product reads its groups on the host, except in its kernels for sm_90 and sm_100.
-        grouped = name == "_grouped_mm" and self._capability[0] not in (9, 10)
-        if name in self._WAITING or grouped:
-            raise RuntimeError(f"{func} waits for the device, so a graph cannot contain it")
-        if name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu") and args[0].device.type != "cpu":
-            raise RuntimeError(f"{func} copies to the host, so a graph cannot contain it")
-        return func(*args, **(kwargs or {}))
+        return self._device.record_graph(step)
 
 
 class _CapturedStep:
@@ -173,7 +104,9 @@ class _Buffer:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._staged = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        size = math.prod(shape) * dtype.itemsize
+        memory = device_of(device).pinned(size) if is_device(device) else torch.empty(size, dtype=torch.uint8)
+        self._staged = memory.view(dtype).view(shape).zero_()
         self.host = self._staged.numpy()
         self.device = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -225,9 +158,11 @@ class CudaGraphs:
 def make_cuda_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> CudaGraphs | None:
     """Creates CUDA graphs for a pool; None unless our CUDA attention serves its decode steps."""
     device = pool.keys.device
-    if not decoder.recordable or device.type != "cuda" or pool.native is None or "decode" not in pool.native.kinds:
+    if not is_device(device) or pool.native is None or "decode" not in pool.native.kinds:
         return None
-    return CudaGraphs(decoder, pool, CudaGraphRecorder(device), most_sequences)
+    if decoder.streams or not decoder.recordable:
+        return None  # a streamed layer's weights are at another address in the next step
+    return CudaGraphs(decoder, pool, DeviceRecorder(device_of(device)), most_sequences)
 
 
 def _is_decode(span: SequenceSlice) -> bool:

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 
 import torch
+from kvkernels.device.visible_devices import device_of, is_device
 
 # More than the work of a step takes.
 _MAX_CHECK_SECONDS = 30.0
@@ -19,11 +20,11 @@ class EngineLost(BaseException):
 
 
 def check_device(device: torch.device, error: BaseException) -> None:
-    """Raises EngineLost if ``error`` left a CUDA device unusable.
+    """Raises EngineLost if ``error`` left a device unusable.
 
     CUDA errors are sticky: after such an error, every later CUDA call of the process fails, or hangs.
     """
-    if device.type != "cuda":
+    if not is_device(device):
         return
     checked: Future[None] = Future()
     threading.Thread(target=_synchronize, args=(device, checked), name="device-check", daemon=True).start()
@@ -37,7 +38,7 @@ def check_device(device: torch.device, error: BaseException) -> None:
 
 def _synchronize(device: torch.device, checked: Future[None]) -> None:
     try:
-        torch.cuda.synchronize(device)
+        device_of(device).synchronize()
         checked.set_result(None)
     except BaseException as error:
         checked.set_exception(error)

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from kvkernels import pack_chunk
 from kvkernels.cpu import quantized_gemm
+from kvkernels.device.visible_devices import device_of
 from kvsidecar.chunk_layout import new_header
 from torch import Tensor, nn
 
@@ -98,8 +99,14 @@ class NumericsProbe:
         """Returns device properties that affect bits but need not show in a few rows."""
         device = self._loaded.device
         if device.type == "cuda":
-            name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-            return [name, capability, torch.__version__, torch.version.cuda, sorted(getattr(self._native, "kinds", ()))]
+            facts = device_of(device).facts
+            return [
+                facts.name,
+                facts.capability,
+                torch.__version__,
+                torch.version.cuda,
+                sorted(getattr(self._native, "kinds", ())),
+            ]
         return [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__, self._threads]
 
     def _see_angles(self, see: See) -> None:

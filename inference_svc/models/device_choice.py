@@ -5,6 +5,7 @@ from __future__ import annotations
 import structlog
 import torch
 from kvkernels.cpu.cpu_features import native_bfloat16
+from kvkernels.device.visible_devices import device_of, has_cuda
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.models.model_check import check_device
@@ -18,10 +19,10 @@ log = structlog.get_logger("model")
 def pick_device(name: str) -> torch.device:
     """Resolve ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if has_cuda() else "cpu")
     check_device(name)
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not has_cuda():
         raise ConfigurationError(f"device is {name!r}, but torch sees no CUDA device; use cpu, or run kvsidecar doctor")
     return device
 
@@ -42,9 +43,10 @@ def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> t
     if (
         wanted == torch.bfloat16
         and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) < _BFLOAT16_SINCE
+        and (facts := device_of(device).facts).capability < _BFLOAT16_SINCE
     ):
-        card = torch.cuda.get_device_name(device)
-        log.warning("this GPU has no bfloat16, so the model runs in float16; --dtype chooses another", device=card)
+        log.warning(
+            "this GPU has no bfloat16, so the model runs in float16; --dtype chooses another", device=facts.name
+        )
         return torch.float16
     return wanted

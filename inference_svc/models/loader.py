@@ -24,7 +24,6 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
-from kvsidecar.process.free_memory import free_bytes
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -38,6 +37,7 @@ from inference_svc.models.gguf.gguf_loader import CODES, SAMPLING, check_codes, 
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
+from inference_svc.models.layer_streaming.weight_placement import placement_on
 from inference_svc.models.layer_streaming.weight_source import CheckpointWeights, RandomWeights, fill_model
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
@@ -183,7 +183,6 @@ def load(
     reserve_attention_name()
     register_experts()
     place = pick_device(device)
-    stream = _streaming_on(place, stream)
     folder = None if name.startswith("shape:") else resolve(name)
     source = open_source(folder) if folder is not None and folder.is_file() else None
     coded = weights == CODES
@@ -207,7 +206,7 @@ def load(
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
     packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) in quantized.METHODS)
-    width = pick_weight_bits(weights, 4 if packed else 16, place)
+    width = pick_weight_bits(weights, 4 if packed else 16, place, stream.mode != "off")
     shard = None if ranks is None else plan_shard(config, ranks.rank, ranks.size)
     if shard is not None and packed:
         raise ConfigurationError(f"tensor_parallel_size is {shard.size}, and packed 4-bit checkpoints are not divided")
@@ -216,14 +215,15 @@ def load(
         keep = quantized.cuda_linears(chosen, place)
     elif packed and width < 16 and place.type == "cpu":
         keep = quantized.cpu_linears(chosen)
-    kept = quantized_fingerprint(identity, width) if width < 16 and place.type == "cpu" else identity
+    here = place.type == "cpu" or not packed
+    kept = quantized_fingerprint(identity, width) if width < 16 and here else identity
     model: Any = None
     streamed: StreamedModel | None = None
     stream = _with_pool_of(config, chosen, context_length, stream)
     try:
-        recipe = _recipe(folder, config, chosen, width, packed, keep) if stream.mode != "off" else None
-        if recipe is not None and (stream.mode != "auto" or _is_needed(folder, recipe, width, stream)):
-            model, streamed = load_streamed(recipe, kept, stream)
+        recipe = _recipe(folder, config, chosen, width, packed, keep, place) if stream.mode != "off" else None
+        if recipe is not None and (_must_stream(stream, recipe) or _is_needed(folder, recipe, width, stream, place)):
+            model, streamed = load_streamed(recipe, kept, stream, device=place)
             set_generation_config(model, folder)
         elif shard is not None:
             model = load_shard(folder, config, chosen, ATTENTION_NAME, place, shard)
@@ -252,25 +252,30 @@ def _join_ranks(loaded: LoadedModel, shard: ShardPlan, ranks: RankGroup) -> Load
     return replace(loaded, shard=shard)
 
 
-def _streaming_on(device: torch.device, stream: StreamingOptions) -> StreamingOptions:
-    """Streaming options for a device. Raises ConfigurationError if it cannot stream."""
-    if device.type == "cpu" or stream.mode == "off":
-        return stream
-    if stream.mode == "auto":
-        return replace(stream, mode="off")
-    raise ConfigurationError(f"stream is {stream.mode!r}, and device {device} streams no layers; allowed are auto, off")
+def _must_stream(stream: StreamingOptions, recipe: LayerFileRecipe) -> bool:
+    """True if a mode is named, or a device is to have quantized weights, which only the layer file has."""
+    return stream.mode not in ("auto", "off") or (recipe.on_device and recipe.bits < 16 and stream.mode == "auto")
 
 
 def _recipe(
-    folder: Path, config: Any, dtype: torch.dtype, width: int, packed: bool, keep: quantized.LinearFactory | None
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    width: int,
+    packed: bool,
+    keep: quantized.LinearFactory | None,
+    device: torch.device,
 ) -> LayerFileRecipe:
     if packed:
         quantized.check_quantization(config)
         config = copy.deepcopy(config)
         del config.quantization_config
+    if packed and width < 16:
+        keep = quantized.cpu_linears(dtype)  # its codes are those that a device widens
     folder = folder.resolve()
     materials, source = partial(CheckpointWeights, folder, dtype, keep), str(folder / "config.json")
-    return LayerFileRecipe(config, ATTENTION_NAME, dtype, 16 if packed else width, materials, folder.name, source)
+    bits, on_device = 16 if packed else width, device.type != "cpu"
+    return LayerFileRecipe(config, ATTENTION_NAME, dtype, bits, materials, folder.name, source, on_device)
 
 
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:
@@ -281,17 +286,19 @@ def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Streami
     return replace(stream, pool_bytes=min(stream.pool_bytes, tokens * each)) if tokens else stream
 
 
-def _is_needed(folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions) -> bool:
+def _is_needed(
+    folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions, device: torch.device
+) -> bool:
     # No weight gets larger than this: with enough memory, the exact sizes need not be computed.
     most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return most + reserved_bytes(stream) > free_bytes(stream.memory_bytes) and streaming_needed(recipe, width, stream)
+    free = placement_on(device).free_bytes(stream)
+    return most + reserved_bytes(stream) > free and streaming_needed(recipe, width, stream, free)
 
 
-def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> LayerFileRecipe:
+def recipe_of_shape(name: str, dtype: torch.dtype, width: int, on_device: bool = False) -> LayerFileRecipe:
     """Recipe of ``shape:NAME`` with linear weights at ``width`` bits."""
-    return LayerFileRecipe(
-        config_of_shape(name), ATTENTION_NAME, dtype, width, partial(RandomWeights, _SHAPE_SEED, dtype), name, name
-    )
+    weights = partial(RandomWeights, _SHAPE_SEED, dtype)
+    return LayerFileRecipe(config_of_shape(name), ATTENTION_NAME, dtype, width, weights, name, name, on_device)
 
 
 def _load_shape(
@@ -306,14 +313,16 @@ def _load_shape(
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    width = pick_weight_bits(weights, 16, device)
+    width = pick_weight_bits(weights, 16, device, stream.mode != "off")
     identity = weights_fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
     if width < 16:
         identity = quantized_fingerprint(identity, width)
-    recipe = recipe_of_shape(name, chosen, width)
+    recipe = recipe_of_shape(name, chosen, width, device.type != "cpu")
     stream = _with_pool_of(config, chosen, 0, stream)
-    if stream.mode != "off" and (stream.mode != "auto" or streaming_needed(recipe, width, stream)):
-        model, streamed = load_streamed(recipe, identity, stream)
+    if _must_stream(stream, recipe) or (
+        stream.mode == "auto" and streaming_needed(recipe, width, stream, placement_on(device).free_bytes(stream))
+    ):
+        model, streamed = load_streamed(recipe, identity, stream, device=device)
         kind = type(model).__name__
         return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
     shard = None if ranks is None else plan_shard(config, ranks.rank, ranks.size)

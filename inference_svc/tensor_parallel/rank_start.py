@@ -11,6 +11,7 @@ from kvsidecar.errors import ConfigurationError
 
 from inference_svc.models.device_choice import pick_device
 from inference_svc.models.loader import LoadedModel
+from inference_svc.models.model_check import cuda_devices
 from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tensor_parallel.rank_messages import Joined, Open, Ready
@@ -28,7 +29,7 @@ def new_group(config: WorkerConfig, rank: int, store: Path) -> RankGroup:
 def join_ranks(config: WorkerConfig, ranks: RankProcesses) -> RankGroup:
     """Wait for the other ranks' processes, and meet them. Raises ConfigurationError, Unavailable."""
     size = config.tensor_parallel_size
-    if pick_device(config.device).type == "cuda" and (found := torch.cuda.device_count()) < size:
+    if pick_device(config.device).type == "cuda" and (found := cuda_devices()) < size:
         raise ConfigurationError(
             f"tensor_parallel_size is {size}, and this worker sees {found} GPUs; allowed are 1 to {found}"
         )

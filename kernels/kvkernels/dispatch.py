@@ -14,16 +14,16 @@ from torch import Tensor
 from kvkernels import kv_pack_reference
 from kvkernels.chunk_payload import Array, ChunkPlacement, Payload
 from kvkernels.cpu import bf16_gemv as cpu_products
-from kvkernels.cpu import cpu_attention
+from kvkernels.cpu import cpu_attention, large_pages
 from kvkernels.cpu import f32_gemm as cpu_dense
 from kvkernels.cpu import kv_pack as cpu_chunks
 from kvkernels.cpu import quantized_gemm as cpu_quantized
 from kvkernels.cuda import cuda_kv_pack, imported_memory
 from kvkernels.cuda.chunk_transfer import ChunkTransfer
-from kvkernels.cuda.copy_engine import CudaCopyEngine
 from kvkernels.cuda.cuda_attention import HEAD_DIMS
 from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for, supports
+from kvkernels.device.visible_devices import cuda_devices, device_of, is_device
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ def implementations() -> tuple[Implementation, ...]:
         Implementation("products in float32", "cpu", cpu_dense.describe()),
         Implementation("products of few rows in bfloat16", "cpu", cpu_products.describe()),
         Implementation("products at 4 and 8 bits", "cpu", cpu_quantized.describe()),
+        Implementation("memory pages of weights and pool", "cpu", large_pages.describe()),
     ]
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    devices = cuda_devices()
     for device in devices:
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = device_of(device).facts.capability
         where, choice = f"{device} (sm_{major}{minor})", kernels_for(device)
         ours = f"ours, {choice.why}"
         types = "f16, bf16" if supports(device, torch.bfloat16) else "f16"
@@ -69,7 +70,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 
     The shift rotates ``half`` channel pairs.
     """
-    if pool.device.type != "cuda" or pool.dtype not in (torch.float16, torch.bfloat16):
+    if not is_device(pool.device) or pool.dtype not in (torch.float16, torch.bfloat16):
         return None
     return kernels_for(pool.device).kernels if cuda_kv_pack.supports(pool.shape[3], half) else None
 
@@ -77,7 +78,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 @cache
 def _transfer(device: torch.device, use: str) -> ChunkTransfer:
     """Return the transfer of a device for a use, so that stores do not wait for loads."""
-    return ChunkTransfer(CudaCopyEngine(device))
+    return ChunkTransfer(device_of(device))
 
 
 def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: Payload) -> None:
@@ -132,13 +133,15 @@ def unpack_chunks(
         return
     ours = [piece for piece in pieces if _kernels_of(keys, piece) is not None]
     others = [(p, layout_of(p.header).arrays(_on_host(p.payload))) for p in pieces if _kernels_of(keys, p) is None]
-    for layers in groups:
-        if ours and (kernels := _kernels_of(keys, ours[0])) is not None:
-            _transfer(keys.device, "unpack").unpack(kernels, keys, values, ours, layers)
+    kernels = _kernels_of(keys, ours[0]) if ours else None
+    unpacked = iter(groups)
+    if kernels is not None:
+        unpacked = _transfer(keys.device, "unpack").unpack(kernels, keys, values, ours, groups)
+    for layers in unpacked:
         for piece, arrays in others:
             kv_pack_reference.unpack(keys, values, piece.slots, piece.header, arrays, piece.rotation, layers)
-        if others and keys.is_cuda:
-            torch.cuda.current_stream(keys.device).synchronize()  # the reader may use another stream
+        if others and is_device(keys.device):
+            device_of(keys.device).current_stream().synchronize()  # the reader may use another stream
         yield layers
 
 

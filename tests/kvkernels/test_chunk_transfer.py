@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 import torch
 from kvkernels import dispatch, kv_pack_reference
 from kvkernels.chunk_payload import ChunkPlacement
-from kvkernels.cuda import cuda_library
+from kvkernels.cuda import chunk_transfer, cuda_library
+from kvkernels.device.visible_devices import device_of
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
@@ -19,8 +21,10 @@ from torch import Tensor
 from cache_daemon.memory.staging_memory import StagingMemory
 from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.kv_pool import KVPool
+from tests.kvkernels.device.simulated_device import SimulatedDevice
+from tests.kvkernels.device.simulated_kernels import SimulatedKernels
 from tests.kvkernels.doubles import device_place
-from tests.kvkernels.doubles.queued_device import PinnedRange, QueuedDevice
+from tests.kvkernels.doubles.pinned_range import PinnedRange
 
 LAYERS, HEADS, DIM = 4, 2, 64
 device, place = device_place.device, device_place.place  # fixtures
@@ -41,6 +45,12 @@ def packed_by_definition(keys: Tensor, values: Tensor, slots: Tensor, header: Ch
     payload = bytearray(header.payload_bytes)
     kv_pack_reference.pack(keys, values, slots, header, layout_of(header).arrays(memoryview(payload)))
     return payload
+
+
+def on_stream(place: torch.device, call: Callable[..., object], *arguments: object) -> None:
+    """Call from a thread whose current stream is not the engine's."""
+    with device_of(place).stream().active():
+        call(*arguments)
 
 
 def test_the_double_loses_what_a_device_writes_to_trimmed_staging() -> None:
@@ -76,8 +86,11 @@ def test_chunks_in_trimmed_staging_are_the_pools(place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_many_chunks_are_loaded_through_few_buffers(place: torch.device, bits: int) -> None:
+def test_many_chunks_are_loaded_through_few_buffers(
+    place: torch.device, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A buffer is filled again only after the device has used it, and each group of layers is complete when told."""
+    monkeypatch.setattr(chunk_transfer, "_BANK_BYTES", 1 << 16)
     header, pieces, sizes = header_of(40, bits), [], 7
     keys, values = pool(40 * sizes)
     for i in range(sizes):
@@ -89,20 +102,11 @@ def test_many_chunks_are_loaded_through_few_buffers(place: torch.device, bits: i
     for piece in pieces:
         kv_pack_reference.unpack(*theirs, piece.slots, header, layout_of(header).arrays(piece.payload), None, range(4))
     mine = tuple(x.to(place) for x in mine)
-    tolerance = 0.0 if place.type == "cpu" or bits == 16 else 0.01  # a GPU fuses the multiplication and the sum
+    tolerance = 0.0 if place.type != "cuda" or bits == 16 else 0.01  # a GPU fuses the multiplication and the sum
     for group in dispatch.unpack_chunks(*mine, pieces, groups):
         for ours, right in zip(mine, theirs, strict=True):
             got, expected = (x[group.start : group.stop].cpu() for x in (ours, right))
             torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
-
-
-def test_kernels_get_addresses_of_the_device_only(device: QueuedDevice) -> None:
-    header = header_of(40)
-    payload = memoryview(packed_by_definition(*pool(40), torch.arange(40), header)).toreadonly()
-    for _ in dispatch.unpack_chunks(*pool(40), [ChunkPlacement(header, payload, torch.arange(40))], [range(4)]):
-        pass
-    assert device.payloads
-    assert all(any(first <= a < end for first, end in device.scratch_ranges) for a in device.payloads)
 
 
 def test_gaps_of_a_payload_keep_their_bytes(place: torch.device) -> None:
@@ -117,7 +121,7 @@ def test_gaps_of_a_payload_keep_their_bytes(place: torch.device) -> None:
     assert set(np.frombuffer(payload, np.uint8)[~covered]) == {0x11}
 
 
-def test_a_launch_that_fails_leaves_no_copy_in_flight(device: QueuedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_fails_leaves_no_copy_in_flight(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     header = header_of(40)
     payload = memoryview(bytearray(header.payload_bytes))
 
@@ -125,10 +129,11 @@ def test_a_launch_that_fails_leaves_no_copy_in_flight(device: QueuedDevice, monk
         raise cuda_library.KernelLaunchError("unpack16_bf16: refused")
 
     with monkeypatch.context() as broken:
-        broken.setattr(device, "launch", refuse)
+        broken.setattr(SimulatedKernels, "launch", refuse)
+        keys, values = (x.to(device.torch) for x in pool(40))
         with pytest.raises(cuda_library.KernelLaunchError, match="refused"):
-            dispatch.unpack_chunk(*pool(40), torch.arange(40), header, payload)
-    assert device.pending == 0
+            dispatch.unpack_chunk(keys, values, torch.arange(40), header, payload)
+    assert device.num_pending == 0
 
 
 def test_a_store_has_what_the_engine_enqueued_before(place: torch.device) -> None:
@@ -141,7 +146,7 @@ def test_a_store_has_what_the_engine_enqueued_before(place: torch.device) -> Non
     keys.mul_(2)
     values.mul_(2)
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(dispatch.pack_chunk, keys, values, slots, header, payload).result()
+        thread.submit(on_stream, place, dispatch.pack_chunk, keys, values, slots, header, payload).result()
     assert bytes(payload) == bytes(expected)
 
 
@@ -154,7 +159,7 @@ def test_a_load_does_not_overtake_the_reader_of_its_slots(place: torch.device) -
     device_place.keep_busy(place)
     read = keys.clone()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(dispatch.unpack_chunk, keys, values, slots, header, payload).result()
+        thread.submit(on_stream, place, dispatch.unpack_chunk, keys, values, slots, header, payload).result()
     assert torch.equal(read.cpu(), before)
     assert torch.equal(keys.cpu(), new_keys)
 
@@ -176,30 +181,25 @@ def test_loads_and_stores_of_several_threads_are_whole(place: torch.device) -> N
     assert torch.equal(copies[1], values)
 
 
-class OnDevice(Tensor):
-    """A pool's tensor that says that it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_a_pool_without_kernels_holds_each_group_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_without_kernels_holds_each_group_when_it_is_told(device: SimulatedDevice) -> None:
     """torch's fallback only enqueues its work, and the reader may use another stream."""
-    header, events = header_of(40), list[object]()
-    payload = memoryview(packed_by_definition(*pool(40), torch.arange(40), header)).toreadonly()
-    stream = SimpleNamespace(synchronize=lambda: events.append("waited"))
-    monkeypatch.setattr(dispatch.cpu_chunks, "serves", lambda keys: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    keys, values = (torch.zeros(LAYERS, HEADS, 40, DIM).bfloat16().as_subclass(OnDevice) for _ in range(2))
-    groups = [range(1), range(1, 4)]
-    for group in dispatch.unpack_chunks(keys, values, [ChunkPlacement(header, payload, torch.arange(40))], groups):
-        events.append(group)
-    assert events == ["waited", groups[0], "waited", groups[1]]
+    header, reader = header_of(40), device.stream()
+    given = pool(40)
+    payload = memoryview(packed_by_definition(*given, torch.arange(40), header)).toreadonly()
+    keys, values = (torch.zeros_like(x).to(device.torch) for x in given)
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(dispatch, "_cuda_kernels", lambda pool, half: None)
+        for group in dispatch.unpack_chunks(
+            keys, values, [ChunkPlacement(header, payload, torch.arange(40))], [range(1), range(1, 4)]
+        ):
+            with reader.active():
+                assert torch.equal(keys[group.start : group.stop].cpu(), given[0][group.start : group.stop])
 
 
-def test_a_warm_up_runs_the_kernels_of_the_first_request(device: QueuedDevice) -> None:
+def test_a_warm_up_runs_the_kernels_of_the_first_request(device: SimulatedDevice) -> None:
     """Otherwise the first request waits until they are loaded."""
     described = SimpleNamespace(_geometry=Geometry(LAYERS, HEADS, DIM, DATA_TYPE_BFLOAT16, 16))
-    blocks = KVPool(LAYERS, HEADS, DIM, 256, torch.bfloat16, torch.device("cpu"))
+    blocks = KVPool(LAYERS, HEADS, DIM, 256, torch.bfloat16, device.torch)
     DaemonConnector.warm_up(described, blocks)  # type: ignore[arg-type]
     assert set(device.launched) == {"pack_whole_bf16", "unpack16_bf16"}
 

@@ -20,6 +20,7 @@ from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection, kernels_for, load_library
 
 from inference_svc.model_runner import cuda_attention
+from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.doubles.card import T4
 from tests.kvkernels.doubles.fake_driver import FakeDriver
 
@@ -27,7 +28,7 @@ from tests.kvkernels.doubles.fake_driver import FakeDriver
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver.for_test(devices=2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(kernel_select, "device_of", lambda device: SimulatedDevice(device.index or 0))
     monkeypatch.setattr(nvrtc, "cached_cubins", lambda name: [b"cubin"])
     monkeypatch.setattr(kernel_select, "LIBRARY", kernel_select.LIBRARY / "not built")
     yield fake
@@ -119,7 +120,7 @@ def test_the_librarys_kernels_run_on_the_device_that_was_asked_for(
     library = SimpleNamespace(devices=2, launch=lambda *_: launched.append([*current]))
     monkeypatch.setattr(kernel_select, "LIBRARY", tmp_path)
     monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: library)
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(kernel_select, "device_of", lambda card: SimpleNamespace(guard=lambda: device(card.index)))
     launch(load_library(1))
     assert launched == [[1]]
 
@@ -164,7 +165,9 @@ def test_a_device_without_a_number_is_the_threads_current_one(
 ) -> None:
     """The same kernels by both names, so that a refusal of one is not that of the other."""
     monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        kernel_select, "device_of", lambda card: SimulatedDevice(1 if card.index is None else card.index)
+    )
     found = kernels_for(torch.device("cuda"))
     assert found is kernels_for(torch.device("cuda", 1))
     assert found is not kernels_for(torch.device("cuda", 0))
@@ -198,8 +201,7 @@ def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A T4 has 64 KiB for a block; attention of 256 channels needs 66 KiB, of 128 it runs."""
-    card = SimpleNamespace(shared_memory_per_block_optin=T4.shared_bytes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(kernel_select, "device_of", lambda device: SimulatedDevice(device.index or 0, card=T4))
     monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
     t4 = torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING, "kvkernels"):

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import structlog
 import torch
+from kvkernels.cpu import f32_gemm
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models.model_library import SOURCE, check_disk_space
@@ -23,6 +24,7 @@ from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HE
 from inference_svc.models.layer_streaming.weight_form import StreamableLinear, bytes_of, form_of
 from inference_svc.models.layer_streaming.weight_source import WeightSource
 from inference_svc.models.linear.dense_linear import pack_linears
+from inference_svc.models.linear.plain_linear import plain_linears
 from inference_svc.models.linear.quantized_linear import quantize_linear
 from inference_svc.models.meta_model import build_meta_model
 from inference_svc.models.progress_bar import progress_bar
@@ -50,6 +52,7 @@ class LayerFileRecipe:
     weight_source: Callable[[], WeightSource]
     name: str
     source: str  # the original file, or the name of a random model
+    on_device: bool = False  # a device other than the CPU computes: no layouts of CPU kernels, except of codes
 
     def meta_model(self) -> Any:
         return build_meta_model(self.config, self.dtype, self.attention)
@@ -57,7 +60,13 @@ class LayerFileRecipe:
     @property
     def packs(self) -> bool:
         """True if oneDNN packs weights that are not quantized."""
-        return self.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        on_cpu = self.dtype == torch.bfloat16 and not self.on_device
+        return on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    @property
+    def narrows(self) -> bool:
+        """True if weights that are not quantized are stored as narrow as their values, for our CPU kernels."""
+        return f32_gemm.serves(self.dtype) and not self.on_device
 
     @property
     def tied(self) -> bool:
@@ -101,7 +110,9 @@ class _LayerFileBuilder:
         numbers = {_LAYER.format(i): i for i in range(count)}
         head: StoredWeight | None = None
         embedding: StoredWeight | None = None
-        vocabulary = VocabularyWriter(model, recipe.dtype, recipe.bits, self._materials, out)
+        vocabulary = VocabularyWriter(
+            model, recipe.dtype, recipe.bits, recipe.packs, recipe.narrows, self._materials, out
+        )
         # The weight source requires requests in the order of names.
         for prefix in sorted([EMBEDDING, _NORM, *numbers, *([] if recipe.tied else [HEAD])]):
             if prefix in numbers:
@@ -131,12 +142,13 @@ class _LayerFileBuilder:
             self._materials.fill(layer, prefix)
         else:
             self._fill_quantized(layer, prefix)
-        can = fused_layer_weights.can_fuse(layer, recipe.config)
+        can = not recipe.on_device and fused_layer_weights.can_fuse(layer, recipe.config)
         if self._fused not in (None, can):
             raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
         self._fused = can
         if can:
-            products, vectors = fused_layer_weights.take_weights(layer)
+            taken, vectors = fused_layer_weights.take_weights(layer)
+            products: dict[str, StreamableLinear] = {**taken}
         else:
             products, vectors = self._own(layer)
         start = prefix.removeprefix("model.")
@@ -156,7 +168,10 @@ class _LayerFileBuilder:
 
     def _own(self, layer: nn.Module) -> tuple[dict[str, StreamableLinear], dict[str, Tensor]]:
         """Linear layers and other parameters of a layer that is not fused."""
-        pack_linears(layer)
+        if self._recipe.on_device:
+            plain_linears(layer)
+        else:
+            pack_linears(layer)
         products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(StreamableLinear))}
         vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}
         large = next((name for name, vector in vectors.items() if vector.dim() > 1), None)

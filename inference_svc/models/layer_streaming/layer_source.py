@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
+from inference_svc.models.layer_streaming.device_slots import DeviceSlots
 from inference_svc.models.layer_streaming.read_ahead import ReadAhead
 from inference_svc.models.layer_streaming.weight_form import StreamableLinear, WeightView
 
@@ -45,7 +46,9 @@ class StreamedLayers:
     ``pieces`` maps layers to pieces of the file; ``targets`` maps pieces to the linear layers that use them.
     """
 
-    def __init__(self, staging: ReadAhead, pieces: Mapping[int, int], targets: Mapping[int, Targets]) -> None:
+    def __init__(
+        self, staging: ReadAhead | DeviceSlots, pieces: Mapping[int, int], targets: Mapping[int, Targets]
+    ) -> None:
         self.read_ahead, self._pieces, self._targets = staging, pieces, targets
         self._slots = dict.fromkeys(targets, -1)
         self._nothing = nullcontext()

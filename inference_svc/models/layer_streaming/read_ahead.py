@@ -106,6 +106,17 @@ class ReadAhead:
             slot.uses += 1
             return slot.number
 
+    def try_acquire(self, piece: int) -> int | None:
+        """Return the slot of a piece as ``acquire`` does, or None if it is not in memory yet, and read it next."""
+        with self._changed:
+            slot, self._next = self._at.get(piece), piece
+            self._changed.notify_all()
+            if slot is None or slot.state is not _State.READY:
+                return None
+            self._stats.hits += not slot.uses
+            slot.uses += 1
+            return slot.number
+
     def release(self, piece: int) -> None:
         """Release one acquisition of a piece."""
         with self._changed:

@@ -50,7 +50,7 @@ def estimate_sizes(recipe: LayerFileRecipe) -> SizeEstimate:
     embedding, head = counting.vocabulary(model)
     tied = f"{HEAD}weight" if recipe.tied else ""
     whole = {name: p.numel() for name, p in model.named_parameters() if name != tied}
-    shared = recipe.tied and recipe.bits == 16 and not recipe.packs and not dense.serves(recipe.dtype)
+    shared = recipe.tied and recipe.bits == 16 and not recipe.packs and not recipe.narrows
     return SizeEstimate(
         sum(whole.values()) * recipe.dtype.itemsize,
         WeightSizes(layers, head + vectors),
@@ -66,7 +66,7 @@ class _Counting:
         """Bytes of a layer's attention, and of its feed-forward part."""
         linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
         products = {name: [name] for name in linears}
-        if fused_layer_weights.has_fusable_structure(layer, self._recipe.config):
+        if not self._recipe.on_device and fused_layer_weights.has_fusable_structure(layer, self._recipe.config):
             products = {name: list(parts) for name, parts in fused_layer_weights.FUSED_LINEARS.items()}
         found = [0, 0]
         for name, parts in products.items():
@@ -92,14 +92,14 @@ class _Counting:
         found = quantization_of(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
         if found is not None:
             return padded(quantized_gemm.size_bytes(inputs, outputs, *found))
-        if recipe.packs or not dense.serves(recipe.dtype):
+        if recipe.packs or not recipe.narrows:
             return padded(inputs * outputs * recipe.dtype.itemsize)
         weights = [weight] if weight else [f"{name}.weight" for name in full]
         kinds = {self._kept(w, linear.weight.shape) for w, linear in zip(weights, linears, strict=True)}
         return padded(dense.size_bytes(inputs, outputs, _together(kinds)))
 
     def _kept(self, name: str, shape: torch.Size) -> str:
-        if dense.serves(self._recipe.dtype):
+        if self._recipe.narrows:
             return self._materials.kept(name, shape)
         return str(self._recipe.dtype).removeprefix("torch.")
 

@@ -13,18 +13,17 @@ from typing import Any
 
 import structlog
 import torch
-from kvkernels.cpu import cpu_library
+from kvkernels.cpu import cpu_library, large_pages
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.model_library import ModelLibrary
-from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
 from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.fused_layer_weights import FusedLayerWeights
 from inference_svc.models.layer_streaming import onednn_weights
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
+from inference_svc.models.layer_streaming.device_slots import DeviceSlots
 from inference_svc.models.layer_streaming.embedding_table import StoredEmbedding
 from inference_svc.models.layer_streaming.layer_file import (
     CHECK_BYTES,
@@ -47,12 +46,12 @@ from inference_svc.models.layer_streaming.residency_plan import (
 )
 from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
 from inference_svc.models.layer_streaming.weight_form import StreamableLinear, empty_linear, weight_view
+from inference_svc.models.layer_streaming.weight_placement import Extent, WeightPlacement, placement_on
 from inference_svc.models.layer_streaming.weight_source import set_parameter
 from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
-
-_POISON = 0xFF  # NaN as a float, and as the scale of a quantized weight
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class StreamedModel:
     windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer contain
     residency: ResidencyPlan
     file: LayerFile
-    read_ahead: ReadAhead | None  # None if all layers are resident
+    read_ahead: ReadAhead | DeviceSlots | None  # None if all layers are resident
     products: torch.nn.ModuleList  # those of the first layer, and the head
 
     @property
@@ -78,11 +77,16 @@ class StreamedModel:
 
 
 def load_streamed(
-    recipe: LayerFileRecipe, identity: bytes, asked: StreamingOptions, models: ModelLibrary | None = None
+    recipe: LayerFileRecipe,
+    identity: bytes,
+    asked: StreamingOptions,
+    models: ModelLibrary | None = None,
+    device: torch.device = _CPU,
 ) -> tuple[Any, StreamedModel]:
     """Load a recipe's model, whose weights have the fingerprint ``identity``.
 
-    Builds the layer file if it is missing, and again if it is corrupt. Raises ModelUnsupported, ConfigurationError.
+    Layers compute on ``device``, for which the recipe must be made. Builds the layer file if it is missing, and again
+    if it is corrupt. Raises ModelUnsupported, ConfigurationError.
     """
     models, asked = models or ModelLibrary(), with_copy(recipe, asked)
     check_streamable(recipe)
@@ -95,7 +99,7 @@ def load_streamed(
         try:
             file = LayerFile(target)
             check_layouts(file.index)
-            return _ModelAssembly(recipe, file, asked).model()
+            return _ModelAssembly(recipe, file, asked, placement_on(device)).model()
         except LayerFileDamaged as error:
             if last:
                 raise ModelUnsupported(f"{target} was written anew, and is damaged again: {error}") from error
@@ -104,15 +108,19 @@ def load_streamed(
     raise AssertionError("unreachable")
 
 
-def sizes_of(file: LayerFile) -> WeightSizes:
-    """Memory of a file's weights."""
+def sizes_of(file: LayerFile, on_device: bool = False) -> WeightSizes:
+    """Memory of a file's weights. Only a device needs memory for an embedding of its own."""
     layers = []
     for layer in file.index.layers:
         parts = [0, 0]
         for name, stored in layer.items():
             parts[is_feed_forward(name)] += padded(stored.form.size_bytes)
         layers.append((parts[0], parts[1]))
-    return WeightSizes(layers, padded(file.index.head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values()))
+    head, embedding = file.index.head, file.index.embedding
+    always = padded(head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values())
+    if on_device and embedding != head:
+        always += padded(embedding.form.size_bytes)
+    return WeightSizes(layers, always)
 
 
 def _inode(folder: Path) -> int:
@@ -152,8 +160,8 @@ def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOpti
     return replace(asked, beside_bytes=asked.beside_bytes + size, copy_bits=0)
 
 
-def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions) -> bool:
-    """True if the model does not fit into memory at ``width`` bits, and streaming helps.
+def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions, free: int) -> bool:
+    """True if the model does not fit into ``free`` bytes at ``width`` bits, and streaming helps.
 
     If streaming would not help, a model whose weights fit is loaded, because the system commits the pool only as it is
     used. Raises ConfigurationError if the weights do not fit either, before any file is written.
@@ -161,7 +169,6 @@ def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOption
     found, asked = estimate_sizes(recipe), with_copy(recipe, asked)
     # Weights that are quantized at loading first occupy memory unquantized, all at once.
     most = max(found.kept, found.dense if recipe.bits == width else 0)
-    free = free_bytes(asked.memory_bytes)
     if most + reserved_bytes(asked) <= free:
         return False
     try:
@@ -181,13 +188,14 @@ def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOption
 
 def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
     """Path of a model's layer file; its name contains everything that determines its bytes."""
-    packed = recipe.dtype == torch.bfloat16 and recipe.bits == 16
+    packed = recipe.dtype == torch.bfloat16 and recipe.bits == 16 and not recipe.on_device
     decides = {
         "weights": identity.hex(),
         "dtype": str(recipe.dtype),
         "bits": recipe.bits,
         # The CPU and torch determine which layers compute, and oneDNN's layout.
         "kernels": cpu_library.usable_variants(),
+        **({"device": True} if recipe.on_device else {}),
         "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
         "version": VERSION,
     }
@@ -209,9 +217,11 @@ class _Piece:
 class _ModelAssembly:
     """Assembly of one model from one file."""
 
-    def __init__(self, recipe: LayerFileRecipe, file: LayerFile, asked: StreamingOptions) -> None:
-        self._recipe, self._file, self._asked = recipe, file, asked
-        self.residency = plan_residency(sizes_of(file), free_bytes(asked.memory_bytes), asked)
+    def __init__(
+        self, recipe: LayerFileRecipe, file: LayerFile, asked: StreamingOptions, place: WeightPlacement
+    ) -> None:
+        self._recipe, self._file, self._asked, self._place = recipe, file, asked, place
+        self.residency = plan_residency(sizes_of(file, recipe.on_device), place.free_bytes(asked), asked)
 
     def model(self) -> tuple[Any, StreamedModel]:
         """Assemble the model. Raises LayerFileDamaged."""
@@ -230,7 +240,7 @@ class _ModelAssembly:
         if index.fused:
             inner.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in made)
         _set_parameters(inner.norm, {}, self._vectors("norm."))
-        head = empty_linear(index.head.form, self._file.vectors.get("lm_head.bias"))
+        head = empty_linear(index.head.form, self._bias("lm_head"), recipe.on_device)
         model.lm_head = head
         resident: list[tuple[StreamableLinear, StoredWeight]] = [(head, index.head)]
         pieces: dict[int, _Piece] = {}
@@ -251,24 +261,30 @@ class _ModelAssembly:
         return model, StreamedModel(source, made, windows, self.residency, self._file, staging, first)
 
     def _shells(self, i: int, layer: Mapping[str, StoredWeight]) -> dict[str, StreamableLinear]:
-        biases = self._file.vectors
         return {
-            name: empty_linear(stored.form, biases.get(f"layers.{i}.{name}.bias")) for name, stored in layer.items()
+            name: empty_linear(stored.form, self._bias(f"layers.{i}.{name}"), self._recipe.on_device)
+            for name, stored in layer.items()
         }
 
+    def _bias(self, linear: str) -> Tensor | None:
+        bias = self._file.vectors.get(f"{linear}.bias")
+        return None if bias is None else self._place.place(bias)
+
     def _vectors(self, start: str) -> dict[str, Tensor]:
-        return {n.removeprefix(start): v for n, v in self._file.vectors.items() if n.startswith(start)}
+        found = {n.removeprefix(start): v for n, v in self._file.vectors.items() if n.startswith(start)}
+        return {name: self._place.place(vector) for name, vector in found.items()}
 
     def _read_all(self, resident: list[tuple[StreamableLinear, StoredWeight]]) -> None:
         """Read resident weights, and verify the others."""
         stays = {stored.at: product for product, stored in resident}
-        scratch = aligned_memory(CHECK_BYTES)
+        scratch = large_pages.allocate(CHECK_BYTES)
         everything = self._file.index.stored
         with progress_bar("reading and checking layers") as progress:
             for stored in everything:
                 if stored.at in stays:
-                    memory = aligned_memory(padded(stored.form.size_bytes))
+                    memory = large_pages.allocate(padded(stored.form.size_bytes))
                     self._file.load(stored, memory)
+                    memory = self._place.place(memory)
                     stays[stored.at].set_weight(weight_view(stored.form, memory))  # type: ignore[arg-type]
                     stays[stored.at].memory = memory  # a packed weight holds no reference to it
                 else:
@@ -281,24 +297,24 @@ class _ModelAssembly:
             shared = torch.nn.Embedding(own.num_embeddings, own.embedding_dim, device="meta")
             shared.weight = torch.nn.Parameter(head.weight, requires_grad=False)  # type: ignore[arg-type]
             return shared
+        if self._recipe.on_device:
+            return self._device_embedding(own)
         return StoredEmbedding(self._file, index.embedding, self._recipe.dtype, scale)
 
-    def _staging(self, pieces: dict[int, _Piece]) -> tuple[ReadAhead | None, LayerSource]:
+    def _device_embedding(self, own: Any) -> torch.nn.Module:
+        """Load the embedding into the device's memory, into the model's own module."""
+        stored = self._file.index.embedding
+        memory = large_pages.allocate(padded(stored.form.size_bytes))
+        self._file.load(stored, memory)
+        rows: Any = weight_view(stored.form, memory)
+        own.weight = torch.nn.Parameter(self._place.place(rows.to(self._recipe.dtype)), requires_grad=False)
+        module: torch.nn.Module = own.to(self._place.device)
+        return module
+
+    def _staging(self, pieces: dict[int, _Piece]) -> tuple[ReadAhead | DeviceSlots | None, LayerSource]:
         if not pieces:
             return None, RESIDENT
-        count, size = self.residency.slots, self.residency.slot_bytes
-        memory = aligned_memory(count * size)
-        slots = [memory[i * size : (i + 1) * size] for i in range(count)]
-        views = [slot.numpy().data for slot in slots]
-        order, file = list(pieces.values()), self._file
-
-        def read(number: int, slot: int, go_on: Any) -> int:
-            piece = order[number]
-            return file.read(views[slot][: piece.size], piece.at, go_on)
-
-        def poison(slot: int) -> None:
-            slots[slot].fill_(_POISON)
-
+        slots, order = self._place.slots(self.residency), list(pieces.values())
         targets: dict[int, Targets] = {
             number: [
                 (product, [weight_view(stored.form, slot[stored.at - piece.at :]) for slot in slots])
@@ -308,11 +324,12 @@ class _ModelAssembly:
         }
         for target in targets.values():
             for product, _ in target:
-                product.memory = memory  # a packed weight holds no reference to it
-        staging = ReadAhead(len(order), count, read, poison if self._asked.poison_freed_slots else None)
+                product.memory = slots  # type: ignore[assignment]  # a packed weight holds no reference to it
+        extents = [Extent(piece.at, piece.size) for piece in order]
+        staging = self._place.read_ahead(self._file, extents, slots, self._asked)
         return staging, StreamedLayers(staging, {layer: n for n, layer in enumerate(pieces)}, targets)
 
-    def _say(self, staging: ReadAhead | None) -> None:
+    def _say(self, staging: ReadAhead | DeviceSlots | None) -> None:
         residency = self.residency
         log.info(
             "layers are streamed" if staging else "layers are resident",

@@ -20,19 +20,26 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 class VocabularyWriter:
     """Writer of embedding and head of a model on the meta device.
 
-    Linear weights have ``bits`` bits. The head is quantized, packed or dense like other layers; a plain head that is
-    tied to the embedding shares its bytes.
+    Linear weights have ``bits`` bits; ``packs`` and ``narrows`` as in ``LayerFileRecipe``. The head is quantized,
+    packed or dense like other layers; a plain head that is tied to the embedding shares its bytes.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: WeightSource, out: LayerWriter) -> None:
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        bits: int,
+        packs: bool,
+        narrows: bool,
+        materials: WeightSource,
+        out: LayerWriter,
+    ) -> None:
         self._dtype, self._materials, self._out = dtype, materials, out
         self._stored = materials.form(HEAD.removesuffix(".")) is not None
         self._embedding, self._head = model.model.embed_tokens.weight.shape, model.lm_head
         kept = quantization_of(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
         self._kept = kept
-        self._packs = kept is None and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self._dense = kept is None and f32_gemm.serves(dtype)
-        self._narrow = f32_gemm.serves(dtype)
+        self._packs, self._dense, self._narrow = kept is None and packs, kept is None and narrows, narrows
 
     def embedding(self, tied: bool) -> tuple[StoredWeight, StoredWeight | None]:
         """Write the embedding, and the head if they are ``tied``."""

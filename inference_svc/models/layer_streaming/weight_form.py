@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from inference_svc.models.layer_streaming import onednn_weights
 from inference_svc.models.linear.dense_linear import DenseLinear
+from inference_svc.models.linear.dequantized_linear import DequantizedLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
-StreamableLinear = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
+StreamableLinear = PackedLinear | QuantizedLinear | DequantizedLinear | DenseLinear | PlainLinear
 # A weight with one of these layouts.
 WeightView = Tensor | QuantizedWeight | f32_gemm.DenseWeight
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,8 +88,10 @@ def weight_view(form: WeightForm, memory: Tensor) -> WeightView:
     return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
 
 
-def empty_linear(form: WeightForm, bias: Tensor | None) -> StreamableLinear:
-    """Create a layer of this form without a weight."""
+def empty_linear(form: WeightForm, bias: Tensor | None, on_device: bool = False) -> StreamableLinear:
+    """Create a layer of this form without a weight, for the CPU or another device."""
+    if on_device and form.kind == "quantized":
+        return DequantizedLinear.empty(form.outputs, form.inputs, bias)
     kinds = {"packed": PackedLinear, "quantized": QuantizedLinear, "dense": DenseLinear, "plain": PlainLinear}
     kind: Any = kinds[form.kind]
     made: StreamableLinear = kind.empty(form.outputs, form.inputs, bias)

@@ -33,3 +33,11 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self._bias)
+
+
+def plain_linears(model: nn.Module) -> None:
+    """Replace a model's linear layers by those whose weights can be exchanged. Quantized layers stay."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, PlainLinear(child.weight.detach(), child.bias))

@@ -78,8 +78,10 @@ def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     )
 
 
-def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> int:
+def pick_weight_bits(wanted: str | int, stored: int, device: torch.device, streams: bool = False) -> int:
     """Choose the bits per weight in memory for a checkpoint with ``stored`` bits.
+
+    A device quantizes weights only for layers that it ``streams``.
 
     ``auto`` is the stored width if there are kernels for it, else 16. Raises ConfigurationError for a width that the
     device does not support.
@@ -89,9 +91,10 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> in
     width = int(wanted)
     if width == 8 and stored == 4:
         raise ConfigurationError("weights is 8, but the checkpoint has 4 bits; allowed are auto, 4 and 16")
-    if width < stored and device.type != "cpu":
+    if width < stored and device.type != "cpu" and not streams:
         raise ConfigurationError(
-            f"weights is {width}, and device {device} quantizes no weights; allowed are auto and 16"
+            f"weights is {width}, and device {device} quantizes no weights without streaming (stream is off); allowed "
+            "are auto and 16"
         )
     if width < 16 and device.type == "cpu" and quantized_gemm.kernel() is None:
         raise ConfigurationError(f"weights is {width}, but {loaded_library().why}; allowed are auto and 16")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkernels.awq_dequantize import unpack_columns
 from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
+from kvkernels.device.visible_devices import device_of, is_device
 
 _THREADS = 128
 MAX_ROWS = 16
@@ -101,7 +102,7 @@ def gemm(kernels: Kernels, x: Tensor, weights: AwqWeights, splits: int | None = 
     if rows > MAX_ROWS:
         return x @ dequantize(kernels, weights).t()
     if splits is None:
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+        processors = device_of(x.device).facts.multiprocessors if is_device(x.device) else 1
         splits = max(1, min(-(-4 * processors // (weights.outputs // 64)), weights.inputs // 256))
     output = torch.empty(rows, weights.outputs, dtype=x.dtype, device=x.device)
     parts = torch.empty(splits, rows, weights.outputs, device=x.device) if splits > 1 else None

@@ -13,6 +13,7 @@ from kvsidecar.chunk_layout import layout_of
 from torch import Tensor
 
 from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
+from kvkernels.device.visible_devices import device_of, is_device
 
 HEAD_DIMS = (64, 96, 128, 256)
 THREADS, ROWS = 128, 64
@@ -254,4 +255,4 @@ def combine(
 
 
 def _processors(tensor: Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
+    return device_of(tensor.device).facts.multiprocessors if is_device(tensor.device) else 1

@@ -6,6 +6,7 @@ A payload is a slot of the GPU arena or pinned host memory.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import layout_of
@@ -84,14 +85,17 @@ def unpack(
     payload: int,
     rotation: tuple[Tensor, Tensor] | None,
     layers: range,
+    offsets: Mapping[str, int] | None = None,
 ) -> None:
     """Enqueue unpacking of the first ``len(slots)`` tokens of a payload into the pool.
 
     ``payload`` is a device address. ``rotation`` is a RoPE shift of the keys: cosine and sine ``[rotary_dim / 2]``,
-    float32, on the device.
+    float32, on the device. ``offsets`` are those of the payload's sections, if they are not the layout's.
     """
     params = _params(keys, values, slots, header, payload)
     params.first_layer = layers.start
+    for name, offset in (offsets or {}).items():
+        setattr(params, name, offset)
     if rotation is not None:
         params.cosine, params.sine, params.half = pointer(rotation[0]), pointer(rotation[1]), len(rotation[0])
     per_block = _THREADS // (header.head_dim // 8)

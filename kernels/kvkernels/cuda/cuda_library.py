@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from kvkernels.device.visible_devices import device_of, is_device
+
 
 class KernelLaunchError(RuntimeError):
     """Failed kernel launch; the message names the kernel and the reason."""
@@ -70,8 +72,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def stream_of(tensor: torch.Tensor) -> int:
-    """Return torch's current stream on the tensor's device."""
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+    """Return the handle of the current stream on the tensor's device."""
+    return device_of(tensor.device).current_stream().handle if is_device(tensor.device) else 0
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -1,6 +1,6 @@
 """Imported memory: ranges of another process's device memory that kernels may access.
 
-Unmapping memory that a kernel uses destroys the process's CUDA context, so use and removal share one lock.
+Unmapping memory that a kernel uses destroys the process's CUDA context, so removal waits for the uses.
 """
 
 from __future__ import annotations
@@ -14,27 +14,36 @@ from kvkernels.chunk_payload import DeviceBytes
 Reader = Callable[[int, int], memoryview]
 
 _ranges: dict[int, tuple[int, Reader]] = {}
-_in_use = threading.Lock()
+_changed = threading.Condition()
+_num_uses = 0
 
 
 def register_range(address: int, size_bytes: int, read: Reader) -> None:
     """Register a range as accessible, until ``unregister_range``. ``read(offset, size_bytes)`` copies to the host."""
-    with _in_use:
+    with _changed:
         _ranges[address] = size_bytes, read
 
 
 def unregister_range(address: int, unmap: Callable[[], object]) -> None:
     """Remove a range by calling ``unmap`` once no kernel uses it. Idempotent."""
-    with _in_use:
+    with _changed:
+        _changed.wait_for(lambda: not _num_uses)
         if _ranges.pop(address, None) is not None:
             unmap()
 
 
 @contextlib.contextmanager
 def in_use() -> Iterator[None]:
-    """Keep all ranges mapped during the block, in which the caller synchronizes."""
-    with _in_use:
+    """Keep all ranges mapped during the block, in which the caller synchronizes. Several threads may."""
+    global _num_uses
+    with _changed:
+        _num_uses += 1
+    try:
         yield
+    finally:
+        with _changed:
+            _num_uses -= 1
+            _changed.notify_all()
 
 
 def checked_address(payload: DeviceBytes) -> int:
@@ -44,7 +53,7 @@ def checked_address(payload: DeviceBytes) -> int:
 
 def read_to_host(payload: DeviceBytes) -> memoryview:
     """Copy a payload to host memory. Raises ValueError if its range is not registered."""
-    with _in_use:
+    with in_use():
         address, start, read = _found(payload)
         return read(address - start, payload.size_bytes)
 

@@ -17,6 +17,7 @@ import torch
 from kvkernels.cuda import nvrtc
 from kvkernels.cuda.cuda_driver import CubinModule
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels, SharedLibrary
+from kvkernels.device.visible_devices import device_of
 
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 VOLTA_CUBIN = LIBRARY.with_name("kvkernels_sm70.cubin")
@@ -71,8 +72,7 @@ def load_library(ordinal: int) -> Kernels:
         reasons = {0: "it reports no device", -100: "it reports no device"}
         reasons[-35] = "it reports no driver, or one that is older than its CUDA"
         raise OSError(reasons.get(found.devices, f"CUDA error {-found.devices}"))
-    cuda: Any = torch.cuda
-    return DeviceKernels(found, lambda: cuda.device(ordinal))
+    return DeviceKernels(found, device_of(torch.device("cuda", ordinal)).guard)
 
 
 class KernelSelection:
@@ -101,8 +101,7 @@ class KernelSelection:
 
     def fits(self, ordinal: int, kernel: str, shared_bytes: int) -> bool:
         """Return whether a kernel fits a device's shared memory. A refusal is logged once."""
-        cuda: Any = torch.cuda
-        limit = getattr(cuda.get_device_properties(ordinal), "shared_memory_per_block_optin", shared_bytes)
+        limit = device_of(torch.device("cuda", ordinal)).facts.shared_bytes or shared_bytes
         if shared_bytes > limit:
             with self._lock:
                 self._log_once(
@@ -133,11 +132,11 @@ def fits(device: torch.device, kernel: str, shared_bytes: int) -> bool:
 
 
 def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    return device_of(device).torch.index or 0
 
 
 def _select(ordinal: int) -> SelectedKernels:
-    capability = torch.cuda.get_device_capability(ordinal)
+    capability = device_of(torch.device("cuda", ordinal)).facts.capability
     name = f"sm_{capability[0]}{capability[1]}"
     if capability < _OLDEST:
         return SelectedKernels(None, f"{name} has no tensor cores")
@@ -157,4 +156,4 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if a device's tensor cores support a dtype: f16 from sm_70, bf16 from sm_80 on."""
     if dtype == torch.float16:
         return True
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype == torch.bfloat16 and device_of(device).facts.capability >= (8, 0)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from kvkernels.device.cuda_graph_recorder import CudaGraphRecorder
 from torch import Tensor
-
-from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kvkernels.cuda.cuda_library import KernelLaunchError
+from kvkernels.device.cuda_graph_recorder import CudaGraphRecorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,7 @@ from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_attention import CudaAttention
-from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder, CudaGraphs, make_cuda_graphs
+from inference_svc.model_runner.cuda_graphs import CudaGraphs, make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
 from inference_svc.sampling.sampling_params import SamplingParams

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,9 +280,9 @@ def test_a_gpu_and_its_libraries_are_part_of_the_identity(
     """A few rows need not show by which kernels a GPU multiplies many."""
     loaded, decoder = models["bfloat16"]
     device: Any = GpuOnCpu("cpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     found = {NumericsProbe(loaded, decoder, 1, None).id(16)}
     for card in ("H100", "H200"):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
+        facts = SimpleNamespace(name=card, capability=(9, 0))
+        monkeypatch.setattr(numerics_probe, "device_of", lambda device, facts=facts: SimpleNamespace(facts=facts))
         found.add(NumericsProbe(replace(loaded, device=device), decoder, 1, None).id(16))
     assert len(found) == 3

@@ -6,19 +6,19 @@ import pytest
 import structlog
 import torch
 
+from inference_svc.models import device_choice
 from inference_svc.models.device_choice import pick_dtype
+from tests.kvkernels.device.simulated_device import SimulatedDevice
+from tests.kvkernels.doubles.card import A100, T4, V100, Card
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"), [((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
-)
+@pytest.mark.parametrize(("card", "expected"), [(V100, torch.float16), (T4, torch.float16), (A100, torch.bfloat16)])
 def test_cards_without_bfloat16_run_float16_and_say_so(
-    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    card: Card, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    card = torch.device("cuda", 0)
+    monkeypatch.setattr(device_choice, "device_of", lambda device: SimulatedDevice(card=card))
+    place = torch.device("cuda", 0)
     with structlog.testing.capture_logs() as logs:
-        assert pick_dtype("auto", torch.bfloat16, card) == expected
-        assert pick_dtype("bfloat16", torch.bfloat16, card) == torch.bfloat16, "as the user chose"
+        assert pick_dtype("auto", torch.bfloat16, place) == expected
+        assert pick_dtype("bfloat16", torch.bfloat16, place) == torch.bfloat16, "as the user chose"
     assert len(logs) == (expected == torch.float16)

@@ -1,40 +1,48 @@
-"""Places of a pool: doubles everywhere, and a GPU where there is one."""
+"""Places of a pool: a simulated device everywhere, and a GPU where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from kvkernels import dispatch
 from kvkernels.cuda.chunk_transfer import ChunkTransfer
+from kvkernels.cuda.kernel_select import SelectedKernels
+from kvkernels.device.visible_devices import device_of
 
-from tests.kvkernels.doubles.queued_device import QueuedDevice
+from tests.kvkernels.device.simulated_device import SimulatedDevice
+from tests.kvkernels.device.simulated_kernels import SimulatedKernels
+from tests.kvkernels.device.simulated_stream import Schedule
+from tests.kvkernels.device.simulated_tensor import add_simulated_device
 from tests.kvkernels.emulated.conftest import library
 
-PLACES = ["doubles", pytest.param("cuda", marks=pytest.mark.gpu)]
+PLACES = [*Schedule, pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedDevice]:
-    """The pool's device: our kernels by the emulator, copies by io_uring, all of it late."""
-    queued = QueuedDevice(library())
-    transfer = ChunkTransfer(queued)
-    monkeypatch.setattr(dispatch.cpu_chunks, "serves", lambda keys: False)
-    monkeypatch.setattr(dispatch, "_cuda_kernels", lambda pool, half: queued)
-    monkeypatch.setattr(dispatch, "_transfer", lambda device, use: transfer)
-    yield queued
-    queued.close()
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """The pool's device: our kernels by the emulator, on streams with delays."""
+    schedule = getattr(request, "param", Schedule.DELAYED)
+    simulated = SimulatedDevice(schedule=schedule)
+    add_simulated_device(simulated)
+    kernels = SimulatedKernels(simulated, library())
+    monkeypatch.setattr(dispatch, "kernels_for", lambda device: SelectedKernels(kernels, "the emulator's"))
+    monkeypatch.setattr(dispatch, "_transfer", cache(lambda device, use: ChunkTransfer(device_of(device))))
+    yield simulated
+    simulated.close()
 
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> torch.device:
-    """Device of the pool; chunks cross over doubles or a real copy engine."""
-    if request.param == "doubles":
-        request.getfixturevalue("device")
-        return torch.device("cpu")
-    return torch.device("cuda", 0)
+    """Device of the pool; chunks cross over a simulated or a real copy engine."""
+    if request.param == "cuda":
+        return torch.device("cuda", 0)
+    simulated: SimulatedDevice = request.getfixturevalue("device")
+    simulated.schedule = request.param
+    return simulated.torch
 
 
 def keep_busy(place: torch.device) -> None:

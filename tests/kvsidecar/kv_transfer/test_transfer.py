@@ -17,7 +17,7 @@ from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.kv_transfer import chunk_writer
+from kvsidecar.kv_transfer import block_copier, chunk_writer
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
 from kvsidecar.kv_transfer.chunk_reader import ChunkReader
 from kvsidecar.kv_transfer.chunk_writer import ChunkWriter, StoreCancelled, StoredPrefix, StoreResult
@@ -275,9 +275,9 @@ def test_slots_outside_of_the_cache_are_refused(bits: int) -> None:
 def test_copies_on_a_gpu_wait_for_the_engines_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """An enqueued step may still write or read the blocks; the copier's stream is not the engine's."""
     copier, waited = BlockCopier(packed()[0]), list[Any]()
-    copier._stream = SimpleNamespace(wait_event=waited.append, synchronize=lambda: None)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    copier._stream = SimpleNamespace(wait=waited.append, synchronize=lambda: None, active=contextlib.nullcontext)
+    device = SimpleNamespace(guard=contextlib.nullcontext)
+    monkeypatch.setattr(block_copier, "device_of", lambda name: device)
     header = new_header(copier.cache.geometry, list(range(BLOCK_TOKENS)), 0)
     payload = memoryview(bytearray(header.payload_bytes))
     copier.pack(slots_of([0], BLOCK_TOKENS), header, payload, after="its writes")

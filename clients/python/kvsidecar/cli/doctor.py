@@ -104,15 +104,15 @@ def _packages(names: tuple[str, ...]) -> list[Finding]:
 
 def _kernels() -> list[Finding]:
     try:
-        torch: Any = importlib.import_module("torch")
+        devices: Any = importlib.import_module("kvkernels.device.visible_devices")
         kernels: Any = importlib.import_module("kvkernels")
         cpu: Any = importlib.import_module("kvkernels.cpu.cpu_library").loaded_library()
         native = importlib.import_module("kvkernels.cpu.cpu_features").native_bfloat16()
     except ImportError as error:
         return [Finding("kernels", _BAD, str(error), "install KVSidecar again: pip install . in its folder")]
     out = []
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if cards := devices.cuda_devices():
+        names = [devices.device_of(card).facts.name for card in cards]
         out.append(Finding("device", _OK, f"cuda: {', '.join(names)}"))
     else:
         out.append(

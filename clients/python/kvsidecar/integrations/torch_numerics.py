@@ -10,6 +10,7 @@ import hashlib
 import platform
 
 import torch
+from kvkernels.device.visible_devices import device_of
 from torch import Tensor
 
 SHARED = "any machine"
@@ -37,7 +38,8 @@ def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> st
 
 def _named(device: torch.device) -> list[object]:
     if device.type == "cuda":
-        return [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
+        facts = device_of(device).facts
+        return [facts.name, facts.capability, torch.version.cuda]
     # Kernels also choose by these instructions: the CPU capability alone does not say whether 16-bit products exist.
     has = [bool(getattr(torch.cpu, name, bool)()) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return [device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), *has]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from kvkernels import Payload, pack_chunk, unpack_chunk
+from kvkernels.device.visible_devices import device_of, is_device
 from kvkernels.paged_gather import Integers, PagedMemory, gather, scatter
 from numpy.typing import NDArray
 from torch import Tensor
@@ -39,8 +40,7 @@ class BlockCopier:
         self.cache = cache
         self._keys = _paged_memory([layer.keys for layer in cache.layers], cache.block_tokens)
         self._values = _paged_memory([layer.values for layer in cache.layers], cache.block_tokens)
-        cuda: Any = torch.cuda
-        self._stream = cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+        self._stream = device_of(cache.device).stream() if is_device(cache.device) else None
 
     def warm_up(self) -> None:
         """Compile the kernels for this cache before the first chunk needs them.
@@ -57,7 +57,7 @@ class BlockCopier:
     def pack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
         """Write the tokens at ``slots`` into a payload, quantized as the header says.
 
-        Returns when the copy is complete. ``after`` is the CUDA event that the engine recorded after it enqueued the
+        Returns when the copy is complete. ``after`` is the device event that the engine recorded after it enqueued the
         writes of these tokens. Raises ValueError for slots outside of the cache.
         """
         self._check(slots)
@@ -76,7 +76,7 @@ class BlockCopier:
     def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
         """Write the first ``len(slots)`` tokens of a payload to ``slots``, dequantized.
 
-        Returns when the copy is complete. Skips tokens with a negative slot. ``after`` is the CUDA event that the
+        Returns when the copy is complete. Skips tokens with a negative slot. ``after`` is the device event that the
         engine recorded after it enqueued its last use of the slots. Raises ValueError for slots outside of the cache.
         """
         self._check(slots)
@@ -118,10 +118,9 @@ class BlockCopier:
         if self._stream is None:
             yield
             return
-        cuda: Any = torch.cuda
-        with cuda.device(self.cache.device), cuda.stream(self._stream):
+        with device_of(self.cache.device).guard(), self._stream.active():
             if after is not None:
-                self._stream.wait_event(after)
+                self._stream.wait(after)
             yield
 
     def _wait(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvkernels.device.visible_devices import device_of, is_device
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -96,5 +97,5 @@ class _MarkedPayload:
 
 
 def _synchronize(cache: PagedKVCache) -> None:
-    if cache.device.type == "cuda":
-        torch.cuda.synchronize(cache.device)
+    if is_device(cache.device):
+        device_of(cache.device).synchronize()

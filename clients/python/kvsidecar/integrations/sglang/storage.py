@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvkernels.device.visible_devices import device_of, has_cuda
 from kvkernels.paged_gather import Integers
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
@@ -66,8 +67,7 @@ class KVSidecarStorage(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         cache = host_pool_cache(mem_pool_host, self._settings.bits)
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        device = device_of(torch.device("cuda")).torch if has_cuda() else torch.device("cpu")
         numerics = torch_numerics(device, mem_pool_host.dtype, self._settings.share_across_machines)
         described = descriptor(self._config, self._settings, self._folder, cache.geometry, numerics)
         name = f"sglang-{self._config.tp_rank}"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 from kvkernels.cpu.thread_pool import clear_thread_affinity
+from kvkernels.device.visible_devices import device_of, is_device
 
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
@@ -164,12 +164,12 @@ class WorkerConnector:
         return failed
 
     def _enqueued_work(self) -> Any:
-        """Record a CUDA event after the engine's enqueued work; None on a CPU."""
-        if self._cache.device.type != "cuda":
+        """Record an event after the engine's enqueued work; None on a CPU."""
+        if not is_device(self._cache.device):
             return None
-        cuda: Any = torch.cuda
-        event = cuda.Event()
-        event.record(cuda.current_stream(self._cache.device))
+        device = device_of(self._cache.device)
+        event = device.event()
+        event.record(device.current_stream())
         return event
 
     # ---- on the transfer threads ----------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""Recorder of CUDA graphs, and the check of steps that are to be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvkernels.device.device_port import Step
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs. All share one memory pool, so only one may be replayed at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = torch.cuda
+        self._device = device
+        self._memory: Any = None
+
+    def record(self, step: Step) -> Step:
+        cuda = self._cuda
+        with cuda.device(self._device):
+            stream, graph = cuda.Stream(), cuda.CUDAGraph()
+            before = cuda.current_stream()
+            stream.wait_stream(before)
+            # torch.cuda.graph leaves its stream only after a capture that ends well, so it is not used here.
+            with cuda.stream(stream):
+                # A first run: libraries choose their kernels, and a step that cannot be captured is refused here.
+                with CaptureCheck(cuda.get_device_capability(self._device)):
+                    step()
+                stream.synchronize()
+                out = self._captured(graph, step)
+            before.wait_stream(stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def _captured(self, graph: Any, step: Step) -> Tensor:
+        """Capture a step on the current stream. Other threads copy meanwhile, so only this thread is checked."""
+        if self._memory is None:
+            self._memory = self._cuda.graph_pool_handle()
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            out = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's error says why
+                graph.capture_end()
+            self._end_allocation()
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._end_allocation()
+            raise
+        return out
+
+    def _end_allocation(self) -> None:
+        """End the allocator's use of the graphs' memory, which a failed capture leaves on."""
+        end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end is not None:
+            with contextlib.suppress(RuntimeError):  # the capture had ended it
+                end(self._device.index or 0, self._memory)
+        self._memory = None
+
+
+class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that a CUDA graph cannot contain: those that wait for the device."""
+
+    _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capability = capability
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation. Raises RuntimeError for one that cannot be captured."""
+        name = func._schema.name.removeprefix("aten::")
+        # torch's grouped product reads its groups on the host, except in its kernels for sm_90 and sm_100.
+        grouped = name == "_grouped_mm" and self._capability[0] not in (9, 10)
+        if name in self._WAITING or grouped:
+            raise RuntimeError(f"{func} waits for the device, so a graph cannot contain it")
+        if name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu") and args[0].device.type != "cpu":
+            raise RuntimeError(f"{func} copies to the host, so a graph cannot contain it")
+        return func(*args, **(kwargs or {}))
