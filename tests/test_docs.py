@@ -105,6 +105,13 @@ def test_what_a_document_tells_to_run_is_there(document: Path) -> None:
         assert any(place.exists() for place in places), module
 
 
+def test_the_tests_of_the_gpu_reviews_defects_are_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", text_of(ROOT / "docs/gpu.md")))
+    there = {name for path in ROOT.glob("tests/**/test_*.py") for name in re.findall(r"def (test_\w+)", text_of(path))}
+    assert len(named) > 20
+    assert not named - there
+
+
 def test_commands_of_the_readme_are_there() -> None:
     text, makefile = text_of(ROOT / "README.md"), text_of(ROOT / "Makefile")
     commands = "\n".join(_commands(text))

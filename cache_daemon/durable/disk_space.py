@@ -55,8 +55,8 @@ class DiskSpace:
                 raise
             free = self._free_bytes(file, meta)
             if free < size_bytes + reserve:
-                needed, left = format_size(size_bytes), format_size(free)
-                raise OutOfSpace(f"the disk is full: {needed} are to be stored, {left} are free") from error
+                needed, left = format_size(size_bytes), format_size(max(0, free - reserve))
+                raise OutOfSpace(f"the disk is full: {needed} are to be stored, the file has {left} left") from error
 
     @staticmethod
     def _free_bytes(file: PageFile, meta: MetaPage) -> int:

@@ -25,6 +25,7 @@ from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerLea
 from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
+from inference_svc.models.weight_arena import move_to_arena
 
 
 class Decoder:
@@ -62,6 +63,8 @@ class Decoder:
         if loaded.device.type == "cpu" and loaded.streamed is None:
             pack_linears(loaded.model)
             self._embed = inner.embed_tokens
+            fused = [] if self._fused is None else [p for i in range(self.layers) for p in self._fused.products(i)]
+            move_to_arena([*fused, *loaded.model.modules()])
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
         self._dtype, self._device = loaded.dtype, loaded.device

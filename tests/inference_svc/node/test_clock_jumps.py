@@ -16,6 +16,7 @@ import pytest
 from tests.inference_svc.node.served import Served
 from tests.kvkernels.doubles.fake_driver import shared_object
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 HOUR, DAY = 3600, 86_400
 # An answer, or a wait within the node, longer than this hangs.
 MAX_SECONDS = 10.0
