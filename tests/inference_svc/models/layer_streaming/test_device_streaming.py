@@ -113,7 +113,7 @@ def test_auto_streams_what_a_card_has_no_room_for(home: Path, device: SimulatedD
     device.clock.costs = replace(device.clock.costs, memory_bytes=2 * used + (256 << 20) - layer // 2)
     tight = load(MODEL, device=str(device.torch), dtype="float32", stream=auto)
     assert tight.streamed is not None
-    assert tight.streamed.residency.mode == "full_stream"
+    assert tight.streamed.residency.mode == "ffn_only_stream"
     assert device.free_bytes() >= 256 << 20
     tight.streamed.close()
 
