@@ -150,3 +150,13 @@ def test_the_map_names_every_module_of_the_large_packages(package: str) -> None:
     named = set(re.findall(r"(\w+\.py)`", text_of(ROOT / "docs/architecture.md")))
     modules = {path.name for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")}
     assert modules <= named, f"docs/architecture.md has no word about these modules of {package}"
+
+
+def test_records_have_numbers_of_their_own_and_are_listed() -> None:
+    folder = ROOT / "docs" / "adr"
+    records, listed = sorted(folder.glob("[0-9]*.md")), text_of(folder / "README.md")
+    numbers = [record.name[:3] for record in records]
+    assert len(set(numbers)) == len(numbers), numbers
+    for record, number in zip(records, numbers, strict=True):
+        assert f"]({record.name})" in listed
+        assert text_of(record).startswith(f"# {number}. ")
