@@ -1,7 +1,9 @@
 """CPU kernels against torch's and against the machine's memory bandwidth and arithmetic.
 
-The bound is the rate of a large copy (reads and writes counted) or of a product of 1,024 rows in the same minute.
-Weights of a product are larger than any cache.
+The bound is the longer of two times: reading the data at the bandwidth of a large read, and the arithmetic at the rate
+of a large product of the same dtype, both measured in the same minute. The dtype is the one in which a 16-bit model
+runs: bfloat16, or float32 on CPUs without bfloat16. Keys, values and weights are larger than any cache: each call uses
+the next layer.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,14 +19,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from kvkernels import ChunkPlacement, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels.cpu import f32_gemm
 from kvkernels.cpu.bf16_gemv import MAX_ROWS
 from kvkernels.cpu.cpu_attention import PAGE, Attention, SequenceRows, num_pages, serves
+from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
+from benchmarks.decode import bound_seconds, peak_arithmetic, read_bandwidth
+from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 
 # heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
@@ -32,6 +39,7 @@ MODELS = {"0.5b": (14, 2, 64), "8b": (32, 8, 128)}
 WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
 _CACHES = 300 << 20
 Implementation = Callable[[], Any]
+Product = Callable[[Tensor], Tensor]
 
 
 def times_us(way: Implementation, repeats: int) -> list[float]:
@@ -45,19 +53,6 @@ def times_us(way: Implementation, repeats: int) -> list[float]:
     return times
 
 
-def copy_bandwidth(repeats: int) -> float:
-    """Measure the bytes per second of a large copy, reads and writes both counted."""
-    source, target = (torch.zeros(1 << 26) for _ in range(2))
-    return 2 * source.nbytes / report.median(times_us(lambda: target.copy_(source), repeats)) * 1e6
-
-
-def product_rate(repeats: int) -> float:
-    """Measure the operations per second of a large bfloat16 product."""
-    rows, (outputs, inputs) = 1024, WEIGHTS[0]
-    layer, x = PackedLinear(_weight(outputs, inputs), None), torch.randn(rows, inputs).bfloat16()
-    return 2.0 * rows * outputs * inputs / report.median(times_us(lambda: layer(x), repeats)) * 1e6
-
-
 def _weight(outputs: int, inputs: int) -> Tensor:
     return (torch.randn(outputs, inputs) * 0.02).bfloat16()
 
@@ -65,11 +60,11 @@ def _weight(outputs: int, inputs: int) -> Tensor:
 class KernelComparison:
     """Rows of measured kernels.
 
-    ``bandwidth`` (bytes/s) and ``products`` (operations/s) are the device's measured limits.
+    ``bandwidth`` (bytes/s) and ``products`` (operations/s) are the device's measured limits, the latter in ``dtype``.
     """
 
-    def __init__(self, repeats: int, bandwidth: float, products: float) -> None:
-        self.repeats, self.rows = repeats, list[dict[str, Any]]()
+    def __init__(self, repeats: int, dtype: torch.dtype, bandwidth: float, products: float) -> None:
+        self.repeats, self.dtype, self.rows = repeats, dtype, list[dict[str, Any]]()
         self.bandwidth, self.products = bandwidth, products
 
     def add(
@@ -87,7 +82,7 @@ class KernelComparison:
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
         ours_times, reference_times = (times_us(way, self.repeats) for way in (ours, theirs))
         ours_us, reference_us = report.median(ours_times), report.median(reference_times)
-        bound = max(bytes_moved / self.bandwidth, operations / self.products) * 1e6
+        bound = bound_seconds(bytes_moved, operations, self.bandwidth, self.products) * 1e6
         self.rows.append(
             {
                 "op": op,
@@ -105,7 +100,7 @@ class KernelComparison:
     def summary(self) -> dict[str, float]:
         """Return the device's limits and the largest error."""
         return {
-            "copy_gb_per_s": round(self.bandwidth / 1e9, 1),
+            "read_gb_per_s": round(self.bandwidth / 1e9, 1),
             "product_tflops": round(self.products / 1e12, 3),
             "max_rel_error": max(row["max_rel_error"] for row in self.rows),
         }
@@ -130,32 +125,44 @@ def attention(out: KernelComparison) -> None:
             _decode(out, model, batch, 1024)
 
 
-def _pool(model: str, keys: int) -> tuple[Tensor, Tensor]:
+def _pool(model: str, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values ``[layers, kv_heads, keys, dim]`` of as many layers as exceed the caches."""
     _, kv_heads, dim = MODELS[model]
-    k, v = (torch.randn(1, kv_heads, keys, dim).bfloat16() for _ in range(2))
+    layers = -(-_CACHES // (2 * kv_heads * keys * dim * dtype.itemsize))
+    k, v = (torch.randn(layers, kv_heads, keys, dim, dtype=dtype) for _ in range(2))
     return k, v
 
 
 def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int) -> None:
     heads, _, dim = MODELS[model]
-    k, v = _pool(model, keys)
+    k, v = _pool(model, keys, out.dtype)
     positions = np.arange(keys - rows, keys)
     if op == "scattered":
         positions = np.sort(np.random.default_rng(0).permutation(keys)[:rows])
-    q = torch.randn(rows, heads, dim).bfloat16()
+    q = torch.randn(rows, heads, dim, dtype=out.dtype)
     found = torch.empty_like(q)
     pages = np.arange(num_pages(keys)) * PAGE
     ours = Attention(positions, [SequenceRows(0, rows, pages)], heads, (k, v))
     ours.bind(q, found)
 
-    def run() -> Tensor:
-        ours(0, dim**-0.5, None)
+    def run(layer: int) -> Tensor:
+        ours(layer, dim**-0.5, None)
         return found
 
-    name, theirs = _fastest(_sdpa(q, k, v, positions))
+    ways = [_sdpa(q, k[i : i + 1], v[i : i + 1], positions) for i in range(len(k))]
+    name = _fastest({way: _in_turn([layer[way] for layer in ways]) for way in ways[0]})
+    theirs = _in_turn([layer[name] for layer in ways])
     seen = float(positions.sum() + rows)
-    moved = 2.0 * (q.nbytes + k.nbytes)
-    out.add(op, f"{model}: q {rows} k {keys}", run, name, theirs, moved, 4 * seen * heads * dim)
+    moved = 2.0 * (q.nbytes + k[0].nbytes)
+    out.add(
+        op,
+        f"{model}: q {rows} k {keys}",
+        _in_turn([partial(run, i) for i in range(len(k))]),
+        name,
+        theirs,
+        moved,
+        4 * seen * heads * dim,
+    )
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Implementation]:
@@ -183,52 +190,59 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict
     return ways | {"SDPA, causal": causal} if rows == keys else ways
 
 
-def _fastest(ways: dict[str, Implementation]) -> tuple[str, Implementation]:
-    """Return the fastest of several equivalent implementations on this machine."""
-    return min(ways.items(), key=lambda way: report.median(times_us(way[1], 3)))
+def _fastest(ways: dict[str, Implementation]) -> str:
+    """Return the name of the fastest of several equivalent implementations on this machine."""
+    return min(ways, key=lambda name: report.median(times_us(ways[name], 3)))
 
 
 def _decode(out: KernelComparison, model: str, batch: int, keys: int) -> None:
     heads, kv_heads, dim = MODELS[model]
-    k, v = _pool(model, batch * keys)
-    q = torch.randn(batch, heads, dim).bfloat16()
+    k, v = _pool(model, batch * keys, out.dtype)
+    q = torch.randn(batch, heads, dim, dtype=out.dtype)
     found, each = torch.empty_like(q), num_pages(keys)
     rows = [SequenceRows(n, 1, (np.arange(each) + n * each) * PAGE) for n in range(batch)]
     ours = Attention(np.full(batch, keys - 1), rows, heads, (k, v))
     ours.bind(q, found)
 
-    def run() -> Tensor:
-        ours(0, dim**-0.5, None)
+    def run(layer: int) -> Tensor:
+        ours(layer, dim**-0.5, None)
         return found
 
     # Query heads of a KV head as rows, so that torch reads keys once.
     packed = q.view(batch, kv_heads, heads // kv_heads, dim)
-    whole_k, whole_v = (x[0].view(kv_heads, batch, keys, dim).transpose(0, 1) for x in (k, v))
+    whole_k, whole_v = (x.view(len(k), kv_heads, batch, keys, dim).transpose(1, 2) for x in (k, v))
 
-    def theirs() -> Tensor:
-        return F.scaled_dot_product_attention(packed, whole_k, whole_v).view(batch, heads, dim)
+    def theirs(layer: int) -> Tensor:
+        return F.scaled_dot_product_attention(packed, whole_k[layer], whole_v[layer]).view(batch, heads, dim)
 
-    out.add("decode", f"{model}: batch {batch} k {keys}", run, "SDPA, heads packed", theirs, 2.0 * k.nbytes)
+    mine, torchs = (_in_turn([partial(way, i) for i in range(len(k))]) for way in (run, theirs))
+    out.add("decode", f"{model}: batch {batch} k {keys}", mine, "SDPA, heads packed", torchs, 2.0 * k[0].nbytes)
 
 
 def products(out: KernelComparison) -> None:
     for outputs, inputs in WEIGHTS:
-        layers = [PackedLinear(_weight(outputs, inputs), None) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
-        for rows in (4, 8, MAX_ROWS):
-            x = torch.randn(rows, inputs).bfloat16()
-            for layer in layers:  # the first call selects the kernel
+        stored = [_weight(outputs, inputs) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
+        if out.dtype == torch.bfloat16:
+            packed = [PackedLinear(weight, None) for weight in stored]
+            mine: list[Product] = [*packed]
+            name, theirs = "oneDNN, packed", [layer.by_onednn for layer in packed]
+        else:
+            mine = [DenseLinear(f32_gemm.pack(weight.float()), None) for weight in stored]
+            name, theirs = "torch, float32", [partial(F.linear, weight=weight.float()) for weight in stored]
+        for rows in (4, 8, MAX_ROWS, 512):
+            x = torch.randn(rows, inputs, dtype=out.dtype)
+            for layer in mine:  # the first call selects the kernel
                 layer(x)
+            # Weights count at the bits that they are stored with.
+            moved, operations = 2.0 * outputs * inputs, 2.0 * rows * outputs * inputs
+            ours, peers = (_in_turn([partial(layer, x) for layer in layers]) for layers in (mine, theirs))
+            out.add("product", f"M {rows}, {inputs} x {outputs}", ours, name, peers, moved, operations)
 
-            moved = 2.0 * outputs * inputs
-            shape = f"M {rows}, {inputs} x {outputs}"
-            ours, theirs = _in_turn(layers, x), _in_turn([layer.by_onednn for layer in layers], x)
-            out.add("product", shape, ours, "oneDNN, packed", theirs, moved, rows * moved)
 
-
-def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Implementation:
+def _in_turn(layers: Sequence[Implementation]) -> Implementation:
     """Return an implementation that calls the next layer each time."""
     turns = cycle(layers)
-    return lambda: next(turns)(x)
+    return lambda: next(turns)()
 
 
 def moving(out: KernelComparison) -> None:
@@ -281,16 +295,17 @@ def moving(out: KernelComparison) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if not serves(torch.bfloat16, 64) or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        report.console.print("Our kernels, or bfloat16, cannot be used on this CPU.")
+    dtype, cpu = torch.bfloat16 if native_bfloat16() else torch.float32, torch.device("cpu")
+    if not serves(dtype, 64):
+        report.console.print("Our kernels cannot be used on this CPU.")
         return report.write(options, "cpu_kernels", [], {"measured": False})
     repeats = 5 if options.quick else 20
     with torch.inference_mode():
-        out = KernelComparison(repeats, copy_bandwidth(repeats), product_rate(repeats))
+        out = KernelComparison(repeats, dtype, read_bandwidth(cpu), peak_arithmetic(cpu, dtype))
         attention(out)
         products(out)
         moving(out)
-    return report.write(options, "cpu_kernels", out.rows, {"measured": True, **out.summary()})
+    return report.write(options, "cpu_kernels", out.rows, {"measured": True, "dtype": str(dtype), **out.summary()})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvkernels.cpu import large_pages
 from kvsidecar.byte_sizes import format_size, parse_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.models.model_library import ModelLibrary
@@ -37,10 +38,10 @@ from benchmarks.memory_limit import MemoryLimit, MemoryLimitUnavailable
 from benchmarks.node import Node, new_interpreter
 from inference_svc.model_runner.attention import register
 from inference_svc.models.device_choice import pick_dtype
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, CHECK_BYTES, WEIGHTS, LayerFile
 from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
-from inference_svc.models.loader import model_shape, recipe_of_shape
+from inference_svc.models.loader import recipe_of_shape
+from inference_svc.models.model_shape import model_shape
 
 _RESIDENT = "full_resident"
 # A worker's memory besides weights: interpreter, libraries, KV pool, buffers.
@@ -71,7 +72,7 @@ class Disk:
     def _rate(self, file: LayerFile) -> float:
         with self._path.open("rb") as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        memory = aligned_memory(CHECK_BYTES).fill_(0).numpy().data
+        memory = large_pages.allocate(CHECK_BYTES).fill_(0).numpy().data
         began = time.perf_counter()
         for at in range(0, self._size, CHECK_BYTES):
             file.read(memory[: self._size - at], at)

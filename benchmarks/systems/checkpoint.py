@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ def folder_of(model: str, scratch: Path) -> Path:
     made.save_pretrained(folder)
     for name in _TOKENIZER:
         shutil.copy(DEMO_MODEL / name, folder / name)
+    os.sync()  # writing back a gigabyte would delay the first system that is measured
     return folder
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 
 import torch
+from kvkernels.cpu import large_pages
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
@@ -28,12 +29,12 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Creates a tensor of zeros in new memory without resident pages. Raises ConfigurationError."""
     size = math.prod(shape) * dtype.itemsize
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = large_pages.allocate(size)
     except OSError as error:
         raise ConfigurationError(
             f"the system has no {format_size(size)} for half of the pool: {error.strerror}; lower --pool-bytes"
         ) from error
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    return memory.view(dtype).view(*shape)
 
 
 def populate(parts: Sequence[torch.Tensor]) -> threading.Thread | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkernels import kv_pack_reference
 from kvkernels.chunk_payload import Array, ChunkPlacement, Payload
 from kvkernels.cpu import bf16_gemv as cpu_products
-from kvkernels.cpu import cpu_attention
+from kvkernels.cpu import cpu_attention, large_pages
 from kvkernels.cpu import f32_gemm as cpu_dense
 from kvkernels.cpu import kv_pack as cpu_chunks
 from kvkernels.cpu import quantized_gemm as cpu_quantized
@@ -43,6 +43,7 @@ def implementations() -> tuple[Implementation, ...]:
         Implementation("products in float32", "cpu", cpu_dense.describe()),
         Implementation("products of few rows in bfloat16", "cpu", cpu_products.describe()),
         Implementation("products at 4 and 8 bits", "cpu", cpu_quantized.describe()),
+        Implementation("memory pages of weights and pool", "cpu", large_pages.describe()),
     ]
     devices = cuda_devices()
     for device in devices:

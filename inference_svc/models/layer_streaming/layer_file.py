@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from kvkernels.cpu import large_pages
 from kvsidecar.errors import KVSidecarError
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.weight_form import WeightForm
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
@@ -155,7 +155,7 @@ class LayerFile:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except (OSError, AttributeError):
             return
-        page = aligned_memory(ALIGNMENT)
+        page = large_pages.allocate(ALIGNMENT)
         try:
             os.preadv(handle, [page.numpy().data], 0)
         except OSError:  # some file systems fail only at the first read

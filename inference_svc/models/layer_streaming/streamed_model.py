@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 import torch
-from kvkernels.cpu import cpu_library
+from kvkernels.cpu import cpu_library, large_pages
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.model_library import ModelLibrary
@@ -23,7 +23,6 @@ from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.fused_layer_weights import FusedLayerWeights
 from inference_svc.models.layer_streaming import onednn_weights
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.device_slots import DeviceSlots
 from inference_svc.models.layer_streaming.embedding_table import StoredEmbedding
 from inference_svc.models.layer_streaming.layer_file import (
@@ -278,12 +277,12 @@ class _ModelAssembly:
     def _read_all(self, resident: list[tuple[StreamableLinear, StoredWeight]]) -> None:
         """Read resident weights, and verify the others."""
         stays = {stored.at: product for product, stored in resident}
-        scratch = aligned_memory(CHECK_BYTES)
+        scratch = large_pages.allocate(CHECK_BYTES)
         everything = self._file.index.stored
         with progress_bar("reading and checking layers") as progress:
             for stored in everything:
                 if stored.at in stays:
-                    memory = aligned_memory(padded(stored.form.size_bytes))
+                    memory = large_pages.allocate(padded(stored.form.size_bytes))
                     self._file.load(stored, memory)
                     memory = self._place.place(memory)
                     stays[stored.at].set_weight(weight_view(stored.form, memory))  # type: ignore[arg-type]
@@ -305,7 +304,7 @@ class _ModelAssembly:
     def _device_embedding(self, own: Any) -> torch.nn.Module:
         """Load the embedding into the device's memory, into the model's own module."""
         stored = self._file.index.embedding
-        memory = aligned_memory(padded(stored.form.size_bytes))
+        memory = large_pages.allocate(padded(stored.form.size_bytes))
         self._file.load(stored, memory)
         rows: Any = weight_view(stored.form, memory)
         own.weight = torch.nn.Parameter(self._place.place(rows.to(self._recipe.dtype)), requires_grad=False)

@@ -8,13 +8,13 @@ from typing import Protocol
 
 import structlog
 import torch
+from kvkernels.cpu import large_pages
 from kvkernels.device.device_port import Device
 from kvkernels.device.visible_devices import device_of
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.device_slots import POISON, DeviceSlots
 from inference_svc.models.layer_streaming.layer_file import LayerFile
 from inference_svc.models.layer_streaming.pinned_pieces import PinnedPieces, ResidentPieces, RingPieces
@@ -74,7 +74,7 @@ class HostPlacement:
 
     def slots(self, residency: ResidencyPlan) -> list[Tensor]:
         size = residency.slot_bytes
-        memory = aligned_memory(residency.slots * size)
+        memory = large_pages.allocate(residency.slots * size)
         return [memory[i * size : (i + 1) * size] for i in range(residency.slots)]
 
     def read_ahead(

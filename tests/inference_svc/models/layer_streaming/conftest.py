@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -33,7 +32,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def computed(loaded: LoadedModel, decoder: Decoder | None = None) -> list[Tensor]:
     """Logits of a prompt read in pieces beside another sequence, and of some steps after it; and the pool's keys."""
     decoder = decoder or Decoder(loaded)
-    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, torch.device("cpu"))
+    device = loaded.device
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, device)
     tables = [pool.allocate(128), pool.allocate(64)]
     assert tables[0] is not None
     assert tables[1] is not None
@@ -43,9 +43,9 @@ def computed(loaded: LoadedModel, decoder: Decoder | None = None) -> list[Tensor
             forward_batch.SequenceSlice(IDS[at : at + count], at, tables[0], at + count == len(IDS)),
             forward_batch.SequenceSlice(IDS[at // 8 : at // 8 + 3], at // 8, tables[1], True),
         ]
-        found.append(decoder(forward_batch.build_batch(spans, pool, torch.device("cpu"))))
+        found.append(decoder(forward_batch.build_batch(spans, pool, device)))
         at += count
     for step in range(3):
         span = forward_batch.SequenceSlice([int(found[-1][0].argmax())], len(IDS) + step, tables[0], True)
-        found.append(decoder(forward_batch.build_batch([span], pool, torch.device("cpu"))))
+        found.append(decoder(forward_batch.build_batch([span], pool, device)))
     return [*found, pool.keys.clone()]

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvkernels.cpu import quantized_gemm
+from kvkernels.cpu import large_pages, quantized_gemm
 from torch import Tensor
 
 from inference_svc.models import fused_layer_weights
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.layer_streaming.weight_form import bytes_of, form_of, weight_view
 from inference_svc.models.linear.packed_linear import PackedLinear
@@ -104,7 +103,7 @@ def test_packed_weights_over_memory_of_ours_are_those_that_were_packed() -> None
     layer, other = PackedLinear(weight, None), PackedLinear(torch.randn(256, 128).bfloat16(), None)
     form = form_of(layer)
     assert form == form_of(other), "which a file's layout is compared by"
-    memory = aligned_memory(form.size_bytes)
+    memory = large_pages.allocate(form.size_bytes)
     memory.copy_(bytes_of(layer))
     want = layer(x)
     other.set_weight(weight_view(form, memory))

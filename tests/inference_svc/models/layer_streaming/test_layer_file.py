@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvkernels.cpu import large_pages
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.model_library import ModelLibrary
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.layer_streaming import layer_file_builder
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, INDEX, VECTORS, WEIGHTS, LayerFile
 from inference_svc.models.layer_streaming.read_ahead import WeightsUnreadable
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
@@ -204,6 +204,6 @@ def test_reading_past_the_page_cache_and_by_way_of_it_gives_the_same_bytes(
     assert direct or not file.direct
     for layer in file.index.layers:
         for stored in layer.values():
-            memory = aligned_memory(stored.end - stored.at)
+            memory = large_pages.allocate(stored.end - stored.at)
             assert file.read(memory.numpy().data, stored.at) == stored.end - stored.at
             assert bytes(memory.numpy()) == data[stored.at : stored.end]

@@ -10,7 +10,6 @@ from kvsidecar.process import free_memory
 
 from inference_svc.models import loader
 from inference_svc.models.layer_streaming import residency_plan, streamed_model
-from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.residency_plan import (
     StreamedPart,
     StreamingOptions,
@@ -130,16 +129,3 @@ def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigurationError, match="the model does not fit"):
         load_with(spare + weights // 8, 0)
     assert not list(tmp_path.rglob("weights.bin"))
-
-
-def test_weights_are_read_into_memory_that_can_have_large_pages() -> None:
-    memory = aligned_memory(8 << 20)
-    memory.fill_(1)
-    at = memory.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, kind = line.split()[:2]
-        first, last = (int(x, 16) for x in span.split("-"))
-        if first <= at < last:
-            assert kind == "rw-p"
-            return
-    pytest.fail("the memory is not mapped")

@@ -1,0 +1,186 @@
+"""Layers streamed to a device compute what resident ones do there, with every slot poisoned behind its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference_svc.models import loader
+from inference_svc.models.layer_streaming import weight_placement
+from inference_svc.models.layer_streaming.device_slots import DeviceSlots
+from inference_svc.models.layer_streaming.pinned_pieces import ResidentPieces
+from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
+from inference_svc.models.loader import LoadedModel, load
+from tests.inference_svc.models.layer_streaming.conftest import computed
+from tests.kvkernels.device.device_fault import UnorderedAccess
+from tests.kvkernels.device.simulated_device import SimulatedDevice, use_of
+from tests.kvkernels.device.simulated_stream import Schedule
+from tests.kvkernels.device.simulated_tensor import add_simulated_device
+from tests.kvkernels.device.virtual_clock import COMPUTE, TO_DEVICE
+from tests.kvkernels.doubles.card import H100, T4
+
+KINDS = [("float32", 16), ("bfloat16", 16), ("float16", 16), ("float32", 8), ("bfloat16", 4)]
+MODEL, LAYERS = "shape:tiny", 3
+FULL = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
+MODES = {
+    "full": FULL,
+    "ffn": replace(FULL, mode="ffn_only_stream", slots=3),
+    "partial": replace(FULL, mode="partial_resident", keep_first=1),
+    "all kept": replace(FULL, mode="partial_resident", keep_first=LAYERS),
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """A device that the loader accepts by its name; its work is done when somebody waits for it."""
+    made = SimulatedDevice(schedule=Schedule.LATE)
+    add_simulated_device(made)
+    monkeypatch.setattr(loader, "pick_device", torch.device)
+    yield made
+    made.close()
+
+
+def loaded_on(device: SimulatedDevice, dtype: str, bits: int, asked: StreamingOptions) -> LoadedModel:
+    return load(MODEL, device=str(device.torch), dtype=dtype, weights=bits, stream=asked)
+
+
+def results(loaded: LoadedModel) -> list[Tensor]:
+    return [x.cpu() for x in computed(loaded)]
+
+
+def resident_on(device: SimulatedDevice, dtype: str, bits: int) -> LoadedModel:
+    """All weights in the device's memory; quantized ones come from the layer file."""
+    return loaded_on(device, dtype, bits, OFF if bits == 16 else MODES["all kept"])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), KINDS)
+def test_streamed_layers_give_the_bits_of_the_resident_model(
+    home: Path, device: SimulatedDevice, dtype: str, bits: int
+) -> None:
+    resident = resident_on(device, dtype, bits)
+    want = results(resident)
+    for name, asked in MODES.items() if (dtype, bits) == KINDS[0] else [("full", FULL)]:
+        streamed = loaded_on(device, dtype, bits, asked)
+        assert streamed.streamed is not None
+        assert streamed.weights == resident.weights, "their keys and values are each other's"
+        got = results(streamed)
+        assert all(torch.isfinite(x).all() for x in got[:-1]), f"{name}: a slot was read behind its last use"
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+        streamed.streamed.close()
+
+
+def test_a_device_answers_as_the_cpu(home: Path, device: SimulatedDevice) -> None:
+    want = computed(load(MODEL, device="cpu", dtype="float32"))
+    streamed = loaded_on(device, "float32", 16, FULL)
+    for got, expected in zip(results(streamed)[:-1], want[:-1], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.EAGER, Schedule.DELAYED])
+def test_a_file_streams_through_a_pinned_ring_where_memory_is_short(
+    home: Path, device: SimulatedDevice, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = results(resident_on(device, "float32", 16))
+    device.schedule = schedule
+    monkeypatch.setattr(weight_placement, "free_bytes", lambda limit: 0)
+    streamed = loaded_on(device, "float32", 16, FULL)
+    assert all(torch.equal(a, b) for a, b in zip(results(streamed), want, strict=True))
+    assert streamed.streamed is not None
+    streamed.streamed.close()
+
+
+def test_the_next_step_finds_its_first_layers(home: Path, device: SimulatedDevice) -> None:
+    streamed = loaded_on(device, "float32", 16, replace(FULL, poison_freed_slots=False))
+    results(streamed)
+    assert streamed.streamed is not None
+    stats = streamed.streamed.stats
+    assert stats.misses == 1, "the very first layer"
+    assert stats.hits % LAYERS == LAYERS - 1
+    streamed.streamed.close()
+
+
+def test_auto_streams_what_a_card_has_no_room_for(home: Path, device: SimulatedDevice) -> None:
+    auto = StreamingOptions("auto", slots=2)
+    roomy = load(MODEL, device=str(device.torch), dtype="float32", stream=auto)
+    assert roomy.streamed is None
+    used, layer = device.used_bytes, sum(p.nbytes for p in roomy.model.model.layers[0].parameters())
+    # The plan keeps 256 MiB free. All layers do not fit beside the first model, and two slots do.
+    device.clock.costs = replace(device.clock.costs, memory_bytes=2 * used + (256 << 20) - layer // 2)
+    tight = load(MODEL, device=str(device.torch), dtype="float32", stream=auto)
+    assert tight.streamed is not None
+    assert tight.streamed.residency.mode == "ffn_only_stream"
+    assert device.free_bytes() >= 256 << 20
+    tight.streamed.close()
+
+
+class Model:
+    """A model's weights as pieces of a size, and its steps as kernels that read them."""
+
+    def __init__(self, device: SimulatedDevice, pieces: int, size_bytes: int, slots: int = 2) -> None:
+        self.device, self.count = device, pieces
+        source = ResidentPieces(device, [size_bytes] * pieces, lambda number, memory, go_on: len(memory))
+        self.memory = [device.allocate(size_bytes) for _ in range(slots)]
+        self.layers = DeviceSlots(device, source, self.memory)
+
+    def step(self, rows: int, weights: int) -> None:
+        """One forward pass over layers with ``weights`` weights each."""
+        device = self.device
+        for piece in range(self.count):
+            slot = self.layers.acquire(piece)
+            use = use_of(self.memory[slot], False)
+            seconds = device.clock.kernel_seconds(2.0 * weights, 2.0 * rows * weights)
+            device.enqueue(device.current_stream(), "a layer", [use], COMPUTE, seconds, lambda _: None)
+            self.layers.release(piece)
+
+
+@pytest.mark.parametrize("card", [H100, T4], ids=lambda card: card.name)
+@pytest.mark.parametrize("slots", [2, 3])
+def test_the_link_is_busy_at_512_rows(card: object, slots: int) -> None:
+    """Layers of a 32B model at 4 bits: 500 million weights in 260 MB. No host synchronization, across steps."""
+    device = SimulatedDevice(card=card, executes=False)  # type: ignore[arg-type]
+    model = Model(device, pieces=8, size_bytes=260 << 20, slots=slots)
+    for _ in range(4):
+        model.step(rows=512, weights=500_000_000)
+    clock = device.clock
+    share = clock.busy[TO_DEVICE] / clock.time_of(model.layers._copies.name)
+    assert share >= 0.95, f"{card}: the link was busy for {share:.3f} of the time"
+    assert clock.num_host_waits == 0
+    assert clock.num_enqueued[TO_DEVICE] == 4 * 8 + slots
+    device.close()
+
+
+@pytest.mark.parametrize("forgotten", ["ready", "free"])
+def test_a_forgotten_event_is_reported(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(executes=False)
+    model = Model(device, pieces=4, size_bytes=1 << 20)
+    stream = model.layers._copies if forgotten == "free" else device.default_stream()
+    monkeypatch.setattr(stream, "wait", lambda event: None)
+    with pytest.raises(UnorderedAccess):
+        model.step(rows=1, weights=1000)
+    device.close()
+
+
+def test_layers_may_be_acquired_in_any_order(device: SimulatedDevice) -> None:
+    """Selective recompute and probes visit layers out of order, and nested."""
+    size, count = 1 << 14, 6
+    content: Callable[[int], int] = lambda number: number + 1  # noqa: E731
+
+    def read(number: int, memory: Tensor, go_on: Callable[[], bool]) -> int:
+        memory.fill_(content(number))
+        return len(memory)
+
+    slots = [device.allocate(size) for _ in range(2)]
+    layers = DeviceSlots(device, ResidentPieces(device, [size] * count, read), slots, poison=True)
+    for piece in (0, 1, 5, 5, 2, 3, 0, 4, 5, 0, 1):
+        slot = layers.acquire(piece)
+        assert layers.acquire(piece) == slot
+        assert int(slots[slot].max()) == int(slots[slot].min()) == content(piece)
+        layers.release(piece)
+        assert int(slots[slot][0]) == content(piece), "another acquisition holds it"
+        layers.release(piece)
+    layers.close()
