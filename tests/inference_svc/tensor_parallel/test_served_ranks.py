@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
+from kvsidecar import Client
 
 from tests.inference_svc.node.served import Served
 
@@ -24,6 +24,8 @@ def test_a_request_after_the_death_of_a_rank_is_answered_from_the_cache(tmp_path
     served = Served(tmp_path, workers=1, settings={"KVSIDECAR_TENSOR_PARALLEL_SIZE": "2"})
     try:
         before, _ = answer(served)
+        with Client(tmp_path / "kvsidecar" / "worker-0.sock") as client:
+            served.until(lambda: not client.stats().pending_saves)
         worker = served.children("worker")[0]
         rank = next(one for one in worker.children() if "inference_svc.tensor_parallel" in " ".join(one.cmdline()))
         rank.kill()
