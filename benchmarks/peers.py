@@ -36,7 +36,7 @@ from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
 from benchmarks.systems.vllm_engines import EngineSettings, environment
-from inference_svc.models.loader import model_shape
+from inference_svc.models.model_shape import model_shape
 
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
 _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}

@@ -40,7 +40,8 @@ from inference_svc.model_runner.attention import register
 from inference_svc.models.device_choice import pick_dtype
 from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, CHECK_BYTES, WEIGHTS, LayerFile
 from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
-from inference_svc.models.loader import model_shape, recipe_of_shape
+from inference_svc.models.loader import recipe_of_shape
+from inference_svc.models.model_shape import model_shape
 
 _RESIDENT = "full_resident"
 # A worker's memory besides weights: interpreter, libraries, KV pool, buffers.

@@ -79,7 +79,7 @@ class ArmNodes:
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
-        from inference_svc.models.loader import model_shape
+        from inference_svc.models.model_shape import model_shape
 
         self._nodes: dict[str, Node] = {}
         room = (max(options.context_tokens) + _SPARE_TOKENS) * model_shape(options.model).token_bytes
@@ -190,7 +190,7 @@ def _costs(options: argparse.Namespace) -> dict[str, float]:
     """Return the minimum cost of repair as a share of nocache: ``(d + q + r (L - d)) / L``."""
     from inference_svc.context_reuse.selectors import SELECTORS
     from inference_svc.context_reuse.selectors.selector import recompute_cost
-    from inference_svc.models.loader import model_shape
+    from inference_svc.models.model_shape import model_shape
 
     shape = model_shape(options.model)
     return {

@@ -12,7 +12,7 @@ from benchmarks.node import Node
 from benchmarks.systems.engine import Answer, Engine
 from benchmarks.systems.environments import EngineNotInstalled
 from benchmarks.systems.vllm_engines import EngineSettings, environment
-from inference_svc.models.loader import model_shape
+from inference_svc.models.model_shape import model_shape
 
 BLOCK_TOKENS = 128  # vLLM's largest block: caches grow by one block per sequence
 _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32

@@ -28,7 +28,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_graphs import make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.engine_lost import check_device
+from inference_svc.model_runner.engine_lost import EngineLost, check_device
 from inference_svc.models.loader import LoadedModel
 from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.generation_request import SpeculationMode
@@ -94,7 +94,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._threads = threads
         self._ready = threading.Event()
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
         self._step_began = 0.0  # start of the current step; 0 between steps
         self.died: Future[Unavailable] = Future()
         """Done after an error ended the engine's thread, with the error that callers get. Waiting ones have got it."""
@@ -172,6 +172,14 @@ class Engine:
             raise self._why_not()
         return done.result()
 
+    def end(self, reason: str) -> None:
+        """Ends the engine between two steps, as a failure of its device does."""
+
+        def lose() -> None:
+            raise EngineLost(reason)
+
+        self._events.post(EngineTask(lose, lambda _: None))
+
     def _why_not(self) -> Unavailable:
         """Returns the reason for which the engine accepts no more sequences or tasks."""
         return self.died.result() if self.died.done() else _shutting_down()
@@ -245,7 +253,7 @@ class Engine:
             if self._threads:
                 torch.set_num_threads(self._threads)
             self._warm_up()
-        except Exception as error:
+        except BaseException as error:
             self._broken = error
             return
         finally:

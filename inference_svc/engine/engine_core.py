@@ -327,7 +327,7 @@ class EngineCore:
             logits = self._graphs(slices)
             if logits is not None:
                 return logits
-        return self._decoder(forward_batch.build_batch(slices, self.pool, self._device))
+        return self._decoder.compute(slices, self.pool)
 
     def _finish(self, sequence: Sequence) -> None:
         """Starts to store a complete answer, and removes the sequence from the batch."""

@@ -134,21 +134,32 @@ class KVPool(BlockAllocator):
         if a is not None and b is not None:
             self.copy_slots(a + start, b + start, end - start)
         else:
-            for tensor in (self.keys, self.values):
-                here = torch.from_numpy(source.slots(start, end)).to(tensor.device)
-                there = torch.from_numpy(target.slots(start, end)).to(tensor.device)
-                tensor.index_copy_(2, there, tensor.index_select(2, here))
+            self.copy_scattered(source.slots(start, end), target.slots(start, end))
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
         """Copies ``count`` contiguous slots."""
         for tensor in (self.keys, self.values):
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
+    def copy_scattered(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Copies slots ``source [n]`` to slots ``target [n]``."""
+        for tensor in (self.keys, self.values):
+            here, there = (torch.from_numpy(slots).to(tensor.device) for slots in (source, target))
+            tensor.index_copy_(2, there, tensor.index_select(2, here))
+
+    def zero_slots(self, slots: NDArray[np.int64]) -> None:
+        """Zeroes slots ``[n]``."""
+        for tensor in (self.keys, self.values):
+            tensor.index_fill_(2, torch.from_numpy(slots).to(tensor.device), 0)
+
+    def zero_range(self, first: int, count: int) -> None:
+        """Zeroes ``count`` contiguous slots."""
+        for tensor in (self.keys, self.values):
+            tensor[:, :, first : first + count] = 0
+
     def zero_tokens(self, table: BlockTable, start: int, end: int) -> None:
         """Zeroes keys and values of tokens ``start`` to ``end``; no other table may refer to their blocks."""
-        slots = torch.from_numpy(table.slots(start, end)).to(self.keys.device)
-        for tensor in (self.keys, self.values):
-            tensor.index_fill_(2, slots, 0)
+        self.zero_slots(table.slots(start, end))
 
     def zero_exclusive(self, table: BlockTable) -> None:
         """Zeroes the blocks to which only this table refers.
@@ -158,9 +169,7 @@ class KVPool(BlockAllocator):
         """
         for page, pages in [] if table.in_overflow else table.mapped_ranges:
             for first, length in zero_runs(self._references[page : page + pages] - 1):
-                start = (page + first) * PAGE_TOKENS
-                for tensor in (self.keys, self.values):
-                    tensor[:, :, start : start + length * PAGE_TOKENS] = 0
+                self.zero_range((page + first) * PAGE_TOKENS, length * PAGE_TOKENS)
 
     def find_not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the positions (ascending) whose keys or values contain NaN or infinity."""
@@ -168,10 +177,15 @@ class KVPool(BlockAllocator):
             return positions
         slots = table.slots(0, int(positions[-1]) + 1)[positions]
         held = slots != UNMAPPED
-        positions, at = positions[held], torch.from_numpy(slots[held]).to(self.keys.device)
-        sound = torch.ones(len(positions), dtype=torch.bool, device=at.device)
+        corrupt: NDArray[np.int64] = positions[held][~self.are_finite(slots[held])]
+        return corrupt
+
+    def are_finite(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns for each slot whether its keys and values are finite in all layers."""
+        at = torch.from_numpy(slots).to(self.keys.device)
+        sound = torch.ones(len(slots), dtype=torch.bool, device=at.device)
         for tensor in (self.keys, self.values):
             for layer in tensor:  # copies one layer at a time, to save memory
                 sound &= layer.index_select(1, at).isfinite().all(-1).all(0)
-        corrupt: NDArray[np.bool_] = ~sound.cpu().numpy()
-        return positions[corrupt]
+        found: NDArray[np.bool_] = sound.cpu().numpy()
+        return found

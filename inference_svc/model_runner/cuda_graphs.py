@@ -158,7 +158,9 @@ class CudaGraphs:
 def make_cuda_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> CudaGraphs | None:
     """Creates CUDA graphs for a pool; None unless our CUDA attention serves its decode steps."""
     device = pool.keys.device
-    if not is_device(device) or pool.native is None or "decode" not in pool.native.kinds or decoder.streams:
+    if not is_device(device) or pool.native is None or "decode" not in pool.native.kinds:
+        return None
+    if decoder.streams or not decoder.recordable:
         return None  # a streamed layer's weights are at another address in the next step
     return CudaGraphs(decoder, pool, DeviceRecorder(device_of(device)), most_sequences)
 

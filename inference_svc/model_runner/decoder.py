@@ -12,12 +12,13 @@ import torch
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 
+from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.adapter_weights import AdapterWeights
 from inference_svc.lora.lora_adapter import LoraAdapter, place_adapter
 from inference_svc.model_runner import fused_layers
 from inference_svc.model_runner.attention import ProjectionDone
 from inference_svc.model_runner.attention import register as register_attention
-from inference_svc.model_runner.forward_batch import ForwardBatch
+from inference_svc.model_runner.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from inference_svc.model_runner.lora_batch import LoraHooks
 from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import window_of
@@ -34,6 +35,9 @@ class Decoder:
     A forward writes the keys and values of its rows to the batch's pool. On a CPU the decoder moves the model's linear
     weights into packed layers, so a loaded model can have only one Decoder.
     """
+
+    recordable = True
+    """True if a CUDA graph may contain a forward."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         register_attention()
@@ -97,6 +101,10 @@ class Decoder:
         if self._fused is None:
             self._hooks = self._hooks or LoraHooks(self._layers)
             self._hooks.install(adapter.pairs)
+
+    def compute(self, slices: list[SequenceSlice], pool: KVPool) -> Tensor:
+        """Computes the logits ``[wanted, vocabulary]`` of a step."""
+        return self(build_batch(slices, pool, self._device))
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:

@@ -172,8 +172,9 @@ class FusedLayers:
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
 
     def products(self, i: int) -> list[LinearFn]:
+        """Linear layers of layer ``i``; of row-parallel ones, this rank's product."""
         layer = self._layers[i]
-        return [layer.qkv, layer.o, layer.gate_up, layer.down]
+        return [getattr(of, "local", of) for of in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """Computes the final norm of ``hidden [rows, hidden]``; does not change ``hidden``."""

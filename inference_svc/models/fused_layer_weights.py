@@ -19,6 +19,7 @@ from inference_svc.models.linear.dense_linear import DenseLinear, linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear, can_join, join_linears
+from inference_svc.models.tensor_parallel.parallel_layers import RowParallelLinear
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # Linear layers of each fused product, in the order of its outputs.
@@ -105,18 +106,26 @@ def _join(parts: list[Any]) -> Joined:
     return linear_for(weight, bias)
 
 
+def _packed(linear: Any) -> Joined | RowParallelLinear:
+    """Pack one linear layer, and inside a row-parallel layer the rank's product."""
+    if not isinstance(linear, RowParallelLinear):
+        return _join([linear])
+    linear.local = _join([linear.local])
+    return linear
+
+
 def norm_weight(norm: Any) -> Tensor:
     return norm.weight.detach().float().contiguous()  # type: ignore[no-any-return]
 
 
-def take_weights(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
+def take_weights(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Take products and norms out of a layer, by field name.
 
     Drops its linear modules, so that memory holds each weight once.
     """
     a, m = layer.self_attn, layer.mlp
     qkv, gate_up = _together(layer)
-    products = {"qkv": _join(qkv), "o": _join([a.o_proj]), "gate_up": _join(gate_up), "down": _join([m.down_proj])}
+    products = {"qkv": _join(qkv), "o": _packed(a.o_proj), "gate_up": _join(gate_up), "down": _packed(m.down_proj)}
     norms = {"input_norm": norm_weight(layer.input_layernorm), "post_norm": norm_weight(layer.post_attention_layernorm)}
     if hasattr(a, "q_norm"):
         norms |= {"q_norm": norm_weight(a.q_norm), "k_norm": norm_weight(a.k_norm)}

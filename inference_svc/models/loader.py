@@ -22,7 +22,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
     NamespaceDescriptor,
 )
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ModelUnsupported
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -33,14 +33,12 @@ from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name, windows_of
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.device_weights import load_to_device
-from inference_svc.models.gguf import gguf_file
-from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_loader import CODES, SAMPLING, check_codes, convert_gguf, open_source
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
 from inference_svc.models.layer_streaming.weight_placement import placement_on
-from inference_svc.models.layer_streaming.weight_source import CheckpointWeights, RandomWeights, fill_random
+from inference_svc.models.layer_streaming.weight_source import CheckpointWeights, RandomWeights, fill_model
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
@@ -48,10 +46,15 @@ from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
+from inference_svc.models.model_shape import heads_of, projection_share
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
 from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.models.random_models import config_of_shape
 from inference_svc.models.rope_scaling import freeze_longrope
+from inference_svc.models.tensor_parallel.parallel_layers import parallelize
+from inference_svc.models.tensor_parallel.rank_group import RankGroup
+from inference_svc.models.tensor_parallel.shard_loader import load_shard, random_shard
+from inference_svc.models.tensor_parallel.shard_plan import ShardPlan, plan_shard
 
 log = structlog.get_logger("model")
 
@@ -80,6 +83,7 @@ class LoadedModel:
     rope_factors: str = ""  # the set of LongRoPE frequencies in use: short or long
     streamed: StreamedModel | None = None  # source of the layers that ``model`` does not contain
     numerics: NumericsIdentity = UNKNOWN  # set by the component that knows the kernels
+    shard: ShardPlan | None = None  # the part of a tensor-parallel rank; None for a whole model
 
     @property
     def layers(self) -> int:
@@ -87,15 +91,15 @@ class LoadedModel:
 
     @property
     def heads(self) -> int:
-        return _heads(self.config)[0]
+        return heads_of(self.config)[0]
 
     @property
     def kv_heads(self) -> int:
-        return _heads(self.config)[1]
+        return heads_of(self.config)[1]
 
     @property
     def head_dim(self) -> int:
-        return _heads(self.config)[2]
+        return heads_of(self.config)[2]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -105,7 +109,7 @@ class LoadedModel:
     @property
     def projection_share(self) -> float:
         """Share of a layer's weights in the query, key and value projections."""
-        return _projection_share(self.config)
+        return projection_share(self.config)
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -151,51 +155,9 @@ class LoadedModel:
             quantizer_version=0 if bits == 16 else keys.QUANTIZER_VERSION,
             bits=bits,
             lora_adapter=adapter.hex(),
-            tensor_parallel_size=1,
+            tensor_parallel_rank=0 if self.shard is None else self.shard.rank,
+            tensor_parallel_size=1 if self.shard is None else self.shard.size,
         )
-
-
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and head dimension; many configurations omit the last two."""
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    return heads, kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-
-def _projection_share(config: Any) -> float:
-    heads, kv_heads, dim = _heads(config)
-    qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
-    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * _ffn_width(config)
-    return float(qkv / (qkv + rest))
-
-
-def _ffn_width(config: Any) -> int:
-    """Inner width of a layer's feed-forward part for one token.
-
-    In a mixture of experts, that of the chosen experts.
-    """
-    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
-    return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Numbers of a model's configuration that determine its cost."""
-
-    layers: int
-    projection_share: float  # share of a layer's weights in the query, key and value projections
-    token_bytes: int  # keys and values of a token in a float32 pool; half in a 16-bit one
-
-
-def model_shape(name: str) -> ModelShape:
-    """Read the shape of a model without loading it."""
-    if name.startswith("shape:"):
-        config = config_of_shape(name)
-    else:
-        found = resolve(name)
-        config = config_of(gguf_file.read_gguf(found)) if found.is_file() else AutoConfig.from_pretrained(found)
-    layers, (_, kv_heads, dim) = int(config.num_hidden_layers), _heads(config)
-    return ModelShape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
 
 
 def load(
@@ -208,13 +170,14 @@ def load(
     served_name: str = "",
     context_length: int = 0,
     stream: StreamingOptions = OFF,
+    ranks: RankGroup | None = None,
 ) -> LoadedModel:
     """Load ``demo``, ``shape:NAME``, or the model that ``resolve`` finds for a name.
 
     ``weights`` is the width of linear weights in memory: 16, 8, 4, ``auto`` (the checkpoint's; 16 for a GGUF file), or
     ``codes`` (those of a quantized GGUF file). ``context_length`` is the longest sequence that will be served (0: the
-    model's own). ``stream`` chooses the layers to read ahead from a file instead of keeping them in memory. Raises
-    ModelUnsupported, ConfigurationError.
+    model's own). ``stream`` chooses the layers to read ahead from a file instead of keeping them in memory. With
+    ``ranks``, only one rank's part of the weights is loaded. Raises ModelUnsupported, ConfigurationError.
     """
     make_mkl_deterministic()
     reserve_attention_name()
@@ -227,7 +190,7 @@ def load(
         check_codes(source, name, place)
         weights = "auto"  # of the converted folder
     if folder is None:
-        return _load_shape(name, place, dtype, weights, served_name, stream)
+        return _load_shape(name, place, dtype, weights, served_name, stream, ranks)
     if folder == DEMO_MODEL:
         log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
     if source is not None:
@@ -244,6 +207,9 @@ def load(
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
     packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) in quantized.METHODS)
     width = pick_weight_bits(weights, 4 if packed else 16, place, stream.mode != "off")
+    shard = None if ranks is None else plan_shard(config, ranks.rank, ranks.size)
+    if shard is not None and packed:
+        raise ConfigurationError(f"tensor_parallel_size is {shard.size}, and packed 4-bit checkpoints are not divided")
     keep = None
     if packed and width < 16 and has_cuda_kernels(place, chosen):
         keep = quantized.cuda_linears(chosen, place)
@@ -259,6 +225,8 @@ def load(
         if recipe is not None and (_must_stream(stream, recipe) or _is_needed(folder, recipe, width, stream, place)):
             model, streamed = load_streamed(recipe, kept, stream, device=place)
             set_generation_config(model, folder)
+        elif shard is not None:
+            model = load_shard(folder, config, chosen, ATTENTION_NAME, place, shard)
         elif packed:
             model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep, place)
         elif place.type != "cpu":
@@ -274,7 +242,14 @@ def load(
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
     if width < 16 and place.type == "cpu" and not packed and streamed is None:
         quantize_linears(model, width)
-    return _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
+    done = _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
+    return done if ranks is None or shard is None else _join_ranks(done, shard, ranks)
+
+
+def _join_ranks(loaded: LoadedModel, shard: ShardPlan, ranks: RankGroup) -> LoadedModel:
+    """Makes a model with one rank's weights compute with the other ranks."""
+    parallelize(loaded.model, shard, ranks)
+    return replace(loaded, shard=shard)
 
 
 def _must_stream(stream: StreamingOptions, recipe: LayerFileRecipe) -> bool:
@@ -306,7 +281,7 @@ def _recipe(
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:
     """Streaming options with the pool limited to the size that all sequences can fill."""
     tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
-    _, kv_heads, dim = _heads(config)
+    _, kv_heads, dim = heads_of(config)
     each = KVPool.bytes_per_token(int(config.num_hidden_layers), kv_heads, dim, dtype)
     return replace(stream, pool_bytes=min(stream.pool_bytes, tokens * each)) if tokens else stream
 
@@ -327,7 +302,13 @@ def recipe_of_shape(name: str, dtype: torch.dtype, width: int, on_device: bool =
 
 
 def _load_shape(
-    name: str, device: torch.device, dtype: str, weights: str | int, served_name: str, stream: StreamingOptions
+    name: str,
+    device: torch.device,
+    dtype: str,
+    weights: str | int,
+    served_name: str,
+    stream: StreamingOptions,
+    ranks: RankGroup | None,
 ) -> LoadedModel:
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
@@ -344,16 +325,17 @@ def _load_shape(
         model, streamed = load_streamed(recipe, identity, stream, device=device)
         kind = type(model).__name__
         return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
-    model = build_meta_model(config, chosen, ATTENTION_NAME)
-    set_weights(model, {n: torch.empty_like(p, device=device) for n, p in model.named_parameters()})
-    generator = torch.Generator().manual_seed(_SHAPE_SEED)
-    for parameter_name, parameter in sorted(model.named_parameters()):
-        on_host = torch.empty_like(parameter, device="cpu", requires_grad=False)  # the same weights on every device
-        fill_random(parameter_name, on_host, generator)
-        parameter.data.copy_(on_host)
+    shard = None if ranks is None else plan_shard(config, ranks.rank, ranks.size)
+    if shard is not None:
+        model = random_shard(config, chosen, ATTENTION_NAME, device, _SHAPE_SEED, shard)
+    else:
+        model = build_meta_model(config, chosen, ATTENTION_NAME)
+        set_weights(model, {n: torch.empty_like(p, device=device) for n, p in model.named_parameters()})
+        fill_model(model, _SHAPE_SEED)
     if width < 16:
         quantize_linears(model, width)
-    return _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
+    done = _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
+    return done if ranks is None or shard is None else _join_ranks(done, shard, ranks)
 
 
 def _finish(

@@ -63,8 +63,8 @@ class ServeConfig(ModelSettings):
     workers: int = Field(default=1, ge=1, le=64)
     """Number of inference workers."""
     devices: str = ""
-    """Numbers of the GPUs that the workers use in turn, separated by commas, such as 0,1; then workers is by default as
-    many as these. Each worker sees only its own GPU."""
+    """Numbers of the GPUs that the workers use in turn, separated by commas, such as 0,1. Each worker sees only its own
+    (tensor_parallel_size of them); workers is by default as many as these suffice for."""
     host: str = "127.0.0.1"
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)
@@ -275,16 +275,19 @@ def _gpu_numbers(config: ServeConfig) -> list[int]:
     if max(numbers) >= found:
         allowed = f"allowed are 0 to {found - 1}" if found else "it has no CUDA device, or no driver for one"
         raise ConfigurationError(f"devices is {config.devices}, and this machine has {found}: {allowed}")
+    if (ranks := config.tensor_parallel_size) > len(numbers):
+        raise ConfigurationError(f"devices is {config.devices}, and tensor_parallel_size is {ranks}; name {ranks} GPUs")
     return numbers
 
 
 def worker_gpu(config: ServeConfig, worker: int) -> dict[str, str]:
-    """Return the environment in which a worker sees only its GPU; empty if the setting assigns none."""
-    numbers = _gpu_numbers(config)
+    """Return the environment in which a worker sees only its GPUs; empty if the setting assigns none."""
+    numbers, ranks = _gpu_numbers(config), config.tensor_parallel_size
     if not numbers:
         return {}
-    number, visible = numbers[worker % len(numbers)], os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else str(number)}
+    own = [numbers[(worker * ranks + rank) % len(numbers)] for rank in range(ranks)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[n] if visible else str(n) for n in own)}
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
@@ -312,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
         config = read_settings(ServeConfig, given, file)
         configure_logging(config.log_level, "serve")
         if (numbers := _gpu_numbers(config)) and "workers" not in config.model_fields_set:
-            config = config.model_copy(update={"workers": len(numbers)})
+            config = config.model_copy(update={"workers": len(numbers) // config.tensor_parallel_size})
         raise_descriptor_limit()
         ensure_private_dir(config.runtime_dir)
         with NodeLock(config.runtime_dir) as lock:

@@ -25,8 +25,9 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.lora.peft_config import CONFIG
 from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.server.daemon_address import daemon_address
-from inference_svc.server.runtime import Runtime, daemon_connection, log_adapter_ready
+from inference_svc.server.runtime import Runtime, log_adapter_ready
 from inference_svc.server.worker_config import ADAPTER_NAME, ADAPTER_NAME_RULE, MAX_ADAPTERS
+from inference_svc.server.worker_model import daemon_connection
 
 T = TypeVar("T")
 _ATTACH_SECONDS = 1.0

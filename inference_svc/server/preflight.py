@@ -15,6 +15,7 @@ from kvsidecar.process.free_memory import memory_limit_bytes
 from inference_svc.lora.adapter_dir import AdapterDir, open_adapter_dir
 from inference_svc.models.model_check import SELF, check_device, check_dtype, check_model, cuda_devices
 from inference_svc.server.worker_config import ModelSettings
+from inference_svc.tensor_parallel.rank_limits import check_ranks
 
 M = TypeVar("M", bound=ModelSettings)
 
@@ -27,6 +28,7 @@ def checked_settings(settings: M) -> M:
     check_device(settings.device)
     check_dtype(settings.dtype, settings.device)
     check_pool_bytes(settings)
+    check_ranks(settings)
     try:
         check_draft(settings.speculate, settings.draft_model, settings.strict)
         if not settings.model:

@@ -21,7 +21,7 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import StatsRequest
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.service_settings import configure_logging
-from kvsidecar.errors import ConfigurationError, Overloaded, from_rpc
+from kvsidecar.errors import ConfigurationError, ModelUnsupported, Overloaded, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.runtime_dir import socket_target
@@ -45,6 +45,7 @@ from inference_svc.sequence.sequence import FinishReason, SequenceOutput
 from inference_svc.sequence.sequence import Sequence as EngineSequence
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.server.worker_model import why_not_movable
 from inference_svc.tool_calls.call_response import FINISH, read_calls
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
@@ -230,6 +231,8 @@ class Engine:
         ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
+        if engine.loaded.shard is not None:
+            raise ModelUnsupported(f"approximate reuse cannot be verified: {why_not_movable(engine.loaded)}")
         lab = ReuseLab(engine.loaded, decoder=engine.decoder)
         verifier = Verifier(lab, config.storage_bits, thresholds)
         tried = candidates(repair or config.repair, config.repair_ratio if ratio is None else ratio)

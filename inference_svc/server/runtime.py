@@ -5,10 +5,9 @@ The gRPC worker and the in-process ``python_api.Engine`` use it.
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -19,47 +18,52 @@ from kvsidecar.kv_transfer.session import ServedCounts
 from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 
-from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.context_reuse.reuse_state import NO_DAEMON, ReuseState
-from inference_svc.context_reuse.rope_shift import rope_shift_of, why_not_shiftable
-from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
-from inference_svc.context_reuse.text_structure import TextStructure
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.adapter_dir import AdapterDir
 from inference_svc.lora.adapter_weights import AdapterWeights, linears_of, read_weights
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.numerics_probe import with_numerics_identity
 from inference_svc.models.attention_windows import ATTENTION_NAME
-from inference_svc.models.batch_invariance_probe import batch_variant_shapes, packed_linears_of
+from inference_svc.models.batch_invariance_probe import batch_variant_shapes
 from inference_svc.models.draft_loader import COPY_BITS, load_draft
-from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
-from inference_svc.models.linear.dense_linear import becomes_dense
-from inference_svc.models.linear.packed_linear import PackedLinear
-from inference_svc.models.loader import LoadedModel, load
+from inference_svc.models.loader import LoadedModel
 from inference_svc.models.model_check import SELF
 from inference_svc.models.numerics_identity import NumericsIdentity
 from inference_svc.request.request_builder import RequestBuilder, RequestDefaults
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.idle_verification import IdleVerification
-from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.server.worker_model import (
+    PROBED_ROWS,
+    build_pool,
+    daemon_connection,
+    load_model,
+    new_pool,
+    prepare_model,
+    probe_numerics,
+    reuse_policy,
+    warn_batch_variance,
+    why_not_movable,
+)
 from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
+from inference_svc.tensor_parallel.parallel_connector import ParallelConnector
+from inference_svc.tensor_parallel.parallel_decoder import ParallelDecoder
+from inference_svc.tensor_parallel.rank_limits import check_ranks
+from inference_svc.tensor_parallel.rank_processes import RankProcesses, num_threads
+from inference_svc.tensor_parallel.rank_start import join_ranks, open_ranks
 
 log = structlog.get_logger("worker")
 
-_PROBED_ROWS = (64,)
-_ATTACH_SECONDS, _NAME_LENGTH = 1.0, 64
+_ATTACH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Runtime:
     config: WorkerConfig
     policy: ReusePolicy
     verification: IdleVerification | None = None
+    ranks: RankProcesses | None = None
 
     def start_verification(self) -> None:
         """Log the state of approximate reuse, and verify it while no request runs if necessary."""
@@ -80,7 +85,7 @@ class Runtime:
 
     def reuse_state(self) -> ReuseState:
         """State of approximate reuse of the model without adapters."""
-        why = why_not_shiftable(self.engine.loaded.config)
+        why = why_not_movable(self.engine.loaded)
         if not why and (self.cache is None or not self.cache.attached):
             why = NO_DAEMON
         verdict = None if self.cache is None else self.cache.verdict
@@ -96,6 +101,8 @@ class Runtime:
             self.engine.loaded.streamed.close()
         if self.cache is not None:
             self.cache.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def request_builder(self) -> RequestBuilder:
         """Build the request builder for this engine and its settings."""
@@ -125,68 +132,48 @@ def build_runtime(config: WorkerConfig) -> Runtime:
 
 
 def _load_and_assemble(config: WorkerConfig) -> Runtime:
+    check_ranks(config)
     folders, address = open_adapters(config), daemon_address(config)
-    loaded = load(
-        config.model,
-        device=config.device,
-        dtype=config.dtype,
-        weights=config.weights,
-        strict=config.strict,
-        served_name=config.public_name,
-        context_length=config.context_length,
-        stream=StreamingOptions(
-            config.stream,
-            config.keep_first,
-            config.keep_last,
-            config.stream_slots,
-            config.memory_bytes,
-            config.pool_bytes,
-            config.batch_sequences,
-            beside_bytes=sum(folder.max_bytes for folder in folders),
-            copy_bits=COPY_BITS if config.draft_model == SELF else 0,
-        ),
-    )
+    ranks = RankProcesses(config) if config.tensor_parallel_size > 1 else None
+    loaded: LoadedModel | None = None
     try:
-        return _assemble(config, loaded, folders, address)
+        group = None if ranks is None else join_ranks(config, ranks)
+        loaded = load_model(config, sum(folder.max_bytes for folder in folders), group)
+        return _assemble(config, loaded, folders, address, ranks)
     except BaseException:
-        if loaded.streamed is not None:
+        if loaded is not None and loaded.streamed is not None:
             loaded.streamed.close()
+        if ranks is not None:
+            ranks.kill()
         raise
 
 
 def _assemble(
-    config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDir], address: ServiceAddress | None
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    folders: list[AdapterDir],
+    address: ServiceAddress | None,
+    ranks: RankProcesses | None,
 ) -> Runtime:
-    """Assemble the runtime of a loaded model with its adapters and the daemon at ``address``."""
-    if config.context_length:
-        if config.context_length > loaded.context_length:
-            raise ConfigurationError(
-                f"context_length is {config.context_length}; the model allows at most {loaded.context_length}"
-            )
-        loaded = replace(loaded, context_length=config.context_length)
-    if loaded.device.type == "cpu":
-        _probe_batch_invariance(loaded)
+    """Assemble the runtime of a loaded model with its adapters, the daemon at ``address``, and the other ranks."""
+    loaded = prepare_model(config, loaded)
     adapters = _adapters(folders, loaded)
-    pool = _pool(config, loaded)
+    pool = build_pool(config, loaded, ranks)
     policy = reuse_policy(config, loaded)
     draft = _draft_proposer(config, loaded, pool)
-    threads = config.threads or len(os.sched_getaffinity(0))
-    decoder = Decoder(loaded)
-    shared = config.share_across_machines
-    loaded = with_numerics_identity(
-        loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native
-    )
+    decoder = Decoder(loaded) if ranks is None else ParallelDecoder(loaded, ranks)
+    loaded = probe_numerics(config, loaded, decoder, pool)
+    if ranks is not None:
+        loaded = open_ranks(loaded, ranks)
     _log_numerics(loaded.numerics)
     cache: DaemonConnector | None = None
     daemons = _daemon_connections(address, config, loaded, adapters)
     if daemons:
-        cache = DaemonConnector(
-            daemons,
-            loaded.geometry(config.storage_bits),
-            policy,
-            loaded.projection_share,
-            config.cache_timeout_ms / 1000,
-        )
+        geometry, timeout = loaded.geometry(config.storage_bits), config.cache_timeout_ms / 1000
+        if ranks is None:
+            cache = DaemonConnector(daemons, geometry, policy, loaded.projection_share, timeout)
+        else:
+            cache = ParallelConnector(daemons, geometry, policy, loaded.projection_share, timeout, ranks)
         cache.warm_up(pool)
         latest = time.monotonic() + _ATTACH_SECONDS
         for daemon in daemons.values():
@@ -204,14 +191,17 @@ def _assemble(
         config.prefill_step_ms / 1000,
     )
     speculates = config.speculate != "off"
-    engine = Engine(loaded, pool, cache or NullKVConnector(), limits, threads, draft, speculates, adapters, decoder)
+    threads, connector = num_threads(config), cache or NullKVConnector()
+    engine = Engine(loaded, pool, connector, limits, threads, draft, speculates, adapters, decoder)
+    if ranks is not None:
+        ranks.watch(engine.end)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
         daemons[b""].served_counts = lambda: _prompt_counters(engine)  # counts requests of all adapters, too
     verification: IdleVerification | None = None
     if cache is not None and loaded.streamed is None and policy.enabled and policy.key_rotation is not None:
         verification = None if policy.unverified else IdleVerification(engine, cache, config)
-    return Runtime(engine, cache, config, policy, verification)
+    return Runtime(engine, cache, config, policy, verification, ranks)
 
 
 def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
@@ -235,19 +225,6 @@ def _daemon_connections(
     return {key: daemon_connection(address, config, loaded, key, name) for key, name in names.items()}
 
 
-def daemon_connection(
-    address: ServiceAddress, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
-) -> DaemonConnection:
-    """Open the connection for an adapter's name and fingerprint; both are empty for the model."""
-    return DaemonConnection(
-        address,
-        f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
-        loaded.descriptor(config.storage_bits, fingerprint),
-        (loaded.device.index or 0) if loaded.device.type == "cuda" else None,
-        log=structlog.get_logger("cache", **({"adapter": adapter} if adapter else {})),
-    )
-
-
 def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
     """Load the draft model, if one is configured. Its pool has as many blocks as the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
@@ -260,7 +237,7 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
-    own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
+    own = pool if copy else new_pool(draft, pool.pages * PAGE_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
     return DraftModelProposer(
         Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
@@ -277,28 +254,6 @@ def _log_numerics(numerics: NumericsIdentity) -> None:
         log.info("numerics were probed: chunks are shared with workers that compute the same bits", id=numerics.id)
 
 
-def _probe_batch_invariance(loaded: LoadedModel) -> None:
-    if loaded.streamed is None:
-        bad = batch_variant_shapes((p for p in packed_linears_of(loaded.model) if not becomes_dense(p)), _PROBED_ROWS)
-    else:
-        with loaded.streamed.source.acquire_layer(0):
-            bad = batch_variant_shapes(packed_linears_of(loaded.streamed.products), _PROBED_ROWS)
-            for product in loaded.streamed.products.modules():
-                if isinstance(product, PackedLinear):
-                    product.reset_kernel()
-    _warn_batch_variance(bad, loaded)
-
-
-def _warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
-    if bad:
-        log.warning(
-            "a row's bits depend on its batch on this CPU, so answers with the cache may differ in their last bits; "
-            "kvsidecar doctor says more",
-            products=bad,
-            dtype=str(loaded.dtype),
-        )
-
-
 def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
         engine.between_steps(partial(log_adapter_ready, adapter, engine.loaded))
@@ -311,53 +266,9 @@ def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
     log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
     if loaded.device.type == "cpu":
         products = [product for pair in adapter.pairs.values() for product in pair.products]
-        _warn_batch_variance(batch_variant_shapes(products, _PROBED_ROWS), loaded)
+        warn_batch_variance(batch_variant_shapes(products, PROBED_ROWS), loaded)
 
 
 def _prompt_counters(engine: Engine) -> ServedCounts:
     s = engine.stats
     return ServedCounts(s.requests - s.bypassing_requests, s.cacheable_tokens, s.cached_tokens, s.pool_hit_tokens)
-
-
-def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
-    """Build the worker's chunking and reuse policy."""
-    separator: list[int] = []
-    if config.document_separator:
-        separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
-    # Detokenizing a large vocabulary takes a second, so this is done only for the chunker that needs it.
-    ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
-    structure = TextStructure.of(loaded.tokenizer) if config.chunking == "content_defined" else None
-    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends, structure)
-    why = why_not_shiftable(loaded.config)
-    rotary = None if why else rope_shift_of(loaded.model)
-    return ReusePolicy(
-        chunker,
-        rotary,
-        SELECTORS.get(config.repair),
-        config.repair_ratio,
-        config.reuse_anywhere,
-        config.unverified_reuse,
-    )
-
-
-def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
-    per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
-    tokens = config.pool_bytes // per_token
-    if tokens < 4 * PAGE_TOKENS:
-        raise ConfigurationError(
-            f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
-            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
-        )
-    # A full batch of the longest sequences uses no more tokens than this.
-    tokens = min(tokens, config.batch_sequences * loaded.context_length)
-    return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
-
-
-def _new_pool(loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None) -> KVPool:
-    windows, shape = loaded.windows, (loaded.layers, loaded.kv_heads, loaded.head_dim)
-    pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
-    kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
-    if kernels is not None:
-        pool.native = select_cuda_attention(pool, kernels, loaded.heads)
-        log.info("native attention kernels are used where they are faster", kinds=sorted(pool.native.kinds))
-    return pool

@@ -78,6 +78,11 @@ class ModelSettings(BaseSettings):
     the overflow is slower, because its blocks are read from disk."""
     overflow_dir: Path = Field(default_factory=lambda: default_data_dir() / "overflow")
     """Folder of the disk overflow, on a disk and not in memory. Its files have no name, and vanish with the worker."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks of each worker: processes that divide every layer of the model among them, one per GPU, or on a CPU by
+    cores. pool_bytes and cores are divided, too. Layer streaming, draft models, adapters and reuse_anywhere need 1."""
+    rank_timeout_seconds: float = Field(default=300.0, ge=1.0, le=86400.0)
+    """With several ranks, how long they wait for each other, at the start and in a step, before the worker ends."""
     strict: bool = True
     """Refuse unverified architectures."""
     speculate: Literal["off", "ngram", "draft", "auto"] = "off"

@@ -163,3 +163,12 @@ def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)
     else:
         tensor.copy_(torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator))
+
+
+def fill_model(model: torch.nn.Module, seed: int) -> None:
+    """Fill all parameters of a random model: the same weights on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        on_host = torch.empty_like(parameter, device="cpu", requires_grad=False)
+        fill_random(name, on_host, generator)
+        parameter.data.copy_(on_host)

@@ -337,12 +337,23 @@ def test_gpus_are_given_to_workers_in_turn(children: Any, monkeypatch: pytest.Mo
     assert supervisor.worker_gpu(ServeConfig(), 0) == {}
 
 
+def test_a_worker_of_several_ranks_gets_as_many_gpus(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second, _ = children("demo", "--devices", "0,1,2,3", "--tensor-parallel-size", "2")
+    assert "--tensor-parallel-size=2" in first
+    assert "--tensor-parallel-size=2" in second
+    config = ServeConfig(devices="0,1,2,3", tensor_parallel_size=2)
+    assert [supervisor.worker_gpu(config, i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["0,1", "2,3"]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--devices", "0,2"), "devices is 0,2, and this machine has 2: allowed are 0 to 1"),
         (("--devices", "0;1"), "devices is '0;1'; allowed are numbers with commas between them: 0,1"),
         (("--devices", "0", "--device", "cpu"), "devices is 0 and device is cpu; leave one out"),
+        (("--devices", "0", "--tensor-parallel-size", "2"), "tensor_parallel_size is 2; name 2 GPUs"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(
