@@ -1,4 +1,4 @@
-"""Short calls to a named node, which are forwarded as they are and not retried elsewhere."""
+"""Short calls to a named node, which are forwarded as they are and not retried at another one."""
 
 from __future__ import annotations
 
