@@ -120,6 +120,16 @@ def test_many_chunks_are_loaded_through_few_buffers(
             torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
+def test_a_group_is_there_when_it_is_told_and_the_next_is_enqueued(place: torch.device) -> None:
+    """Few enough groups that no buffer is filled twice, which would wait for the first ones."""
+    header, slots, groups = header_of(40), torch.arange(40), [range(2), range(2, 4)]
+    given = pool(40)
+    payload = memoryview(packed_by_definition(*given, slots, header)).toreadonly()
+    keys, values = (torch.zeros_like(x).to(place) for x in given)
+    for group in dispatch.unpack_chunks(keys, values, [ChunkPlacement(header, payload, slots)], groups):
+        assert torch.equal(keys[group.start : group.stop].cpu(), given[0][group.start : group.stop])
+
+
 def test_gaps_of_a_payload_keep_their_bytes(place: torch.device) -> None:
     """Device memory holds earlier chunks, perhaps another tenant's; nothing of them leaves in a gap."""
     header = header_of(33, 4)
