@@ -10,7 +10,7 @@ from itertools import accumulate
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import Context, InvalidRequest
+from kvsidecar.errors import Context, InvalidRequest, StoreUnavailable
 from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.rpc import caller_budgets, request_validation
@@ -19,6 +19,8 @@ from cache_daemon.rpc.servicer_base import ServicerBase
 
 # Token limit of a page with tokens, except for its first chunk. It bounds the stall of the event loop.
 _MAX_PAGE_TOKENS = 1 << 16
+# Time for the disk to write a pin.
+_WRITTEN_SECONDS = 5.0
 
 
 class AdminServicer(ServicerBase):
@@ -29,11 +31,17 @@ class AdminServicer(ServicerBase):
 
     @unary
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
-        return pb.PinResponse(chunks=self.store.pin(*self._prefix(request.prefix, context), self._caller(context)))
+        caller = self._caller(context, request.caller)
+        chunks = self.store.pin(*self._prefix(request.prefix, context), caller)
+        await self._await_pin("pinned")
+        return pb.PinResponse(chunks=chunks)
 
     @unary
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
-        return pb.UnpinResponse(chunks=self.store.unpin(*self._prefix(request.prefix, context), self._caller(context)))
+        caller = self._caller(context, request.caller)
+        chunks = self.store.unpin(*self._prefix(request.prefix, context), caller)
+        await self._await_pin("unpinned")
+        return pb.UnpinResponse(chunks=chunks)
 
     @unary
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
@@ -127,13 +135,29 @@ class AdminServicer(ServicerBase):
             )
         return out
 
+    async def _await_pin(self, done: str) -> None:
+        """Wait until a change of pins is on disk. Raises StoreUnavailable."""
+        if not await self.store.tiers.await_notes(_WRITTEN_SECONDS):
+            why = (self.store.failing or ("the disk does not answer in time",))[0]
+            raise StoreUnavailable(
+                f"the prefix is {done}, but the durable store has not written that yet ({why}): it is lost if the "
+                "daemon is killed now"
+            )
+
     def _prefix(self, prefix: pb.PrefixRef, context: Context) -> tuple[bytes, bytes]:
         return self._root(prefix, context), request_validation.check_hash("prefix_hash", prefix.prefix_hash)
 
-    def _caller(self, context: Context) -> str:
-        """Return the name of an external caller; empty on the private socket."""
+    def _caller(self, context: Context, client: str) -> str:
+        """Return the name of the caller whose share of the pins counts; empty for the daemon's own user.
+
+        ``client`` is named by a gateway on the private socket. Raises InvalidRequest elsewhere.
+        """
         caller = self.external_caller(context)
-        return caller.name if caller is not None else ""
+        if caller is None:
+            return request_validation.check_caller(client)
+        if client:
+            raise InvalidRequest("caller is set; only a gateway at the private socket may name a client")
+        return caller.name
 
     def _root(self, prefix: pb.PrefixRef, context: Context) -> bytes:
         if not prefix.root:

@@ -156,6 +156,12 @@ def check_group(name: str) -> str:
     return name
 
 
+def check_caller(name: str) -> str:
+    """Raise InvalidRequest for a client's name that is too long."""
+    check_max("the length of caller in bytes", len(name.encode()), MAX_GROUP_BYTES)
+    return name
+
+
 def check_content_probes(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:
     """Return content probes as ``(start, tokens)``.
 

@@ -29,7 +29,7 @@ from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
 from cache_daemon.memory.arena import Arena
-from cache_daemon.store import pins, reuse_verdicts
+from cache_daemon.store import pins, retained_chunks, reuse_verdicts
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
@@ -144,6 +144,7 @@ class ChunkStore:
             )
             self.ttl.finish_restore()
             self._pins.finish_restore()
+            self.retained.finish_restore(self.ttl)
         if self.remote is not None:
             self.remote.start()
         self._upkeep.start()
@@ -155,6 +156,8 @@ class ChunkStore:
             self._pins.restore(name, value)
         elif name.startswith(EXPIRY_NOTE_PREFIX):
             self.ttl.restore(name, value)
+        elif name.startswith(retained_chunks.NOTE_PREFIX):
+            self.retained.restore(name, value)
         elif self.remote is not None:
             self.remote.restore_note(name, value)
 
@@ -244,13 +247,10 @@ class ChunkStore:
 
     def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:
         """Release leases; unknown ones are ignored. Returns the number of known ones."""
-        released = 0
-        for lease_id in lease_ids:
-            lease = session.leases.pop(lease_id, None)
-            if lease is not None:
-                lease.release()
-                released += 1
-        return released
+        known = [lease for i in lease_ids if (lease := session.leases.pop(i, None)) is not None]
+        for lease in known:
+            lease.release()
+        return len(known)
 
     def find(self, root: bytes, prefix_hash: bytes) -> Chunk:
         """Return a tenant's chunk by its prefix hash. Raises ChunkNotFound."""

@@ -3,18 +3,27 @@
 A retention promises a minimum: its end removes nothing. Retained chunks count against the quota for pins. They use at
 most half of a tenant's other quotas, so that the tenant can always store new chunks. Those that are not durable use at
 most a quarter of the arena, so that pins find capacity. A chunk beyond these limits may be evicted like any other,
-until they allow its retention. A restart of the daemon ends all retentions; the next use of a chunk renews its own.
+until they allow its retention.
+
+The durable tier gets the deadline of a retained chunk in the same transaction as the chunk, or in the next one. The
+written deadline is a quarter of the remaining time later, so that most uses write nothing: after a restart, a retention
+ends at the promised time at the earliest.
 """
 
 from __future__ import annotations
 
+from cache_daemon.durable.record_format import decode_expiry, encode_expiry
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.ttl import TtlIndex
 
+NOTE_PREFIX = b"retained-until:"
 _QUOTA_SHARE, _ARENA_SHARE = 0.5, 0.25
+# Part of the remaining time by which a written deadline is later.
+_WRITTEN_MARGIN = 0.25
 
 
 class RetainedChunks:
@@ -23,6 +32,7 @@ class RetainedChunks:
     def __init__(self, tiers: TierManager, pins: Pins) -> None:
         self._tiers, self._pins = tiers, pins
         self._wanted: dict[Chunk, None] = {}  # indexed chunks with a deadline
+        self._written: dict[Chunk, float] = {}  # deadlines in the durable tier
         self.retained_bytes = 0
         tiers.on_indexed.append(self._on_indexed)
         tiers.on_unindexed.append(self._end)
@@ -48,15 +58,35 @@ class RetainedChunks:
             self._wanted[chunk] = None
             self._retain(chunk)
 
+    def restore(self, name: bytes, value: bytes) -> None:
+        """Read a deadline of an earlier start, once all chunks are indexed; ``finish_restore`` applies it."""
+        chunk, until = self._tiers.index.get(name.removeprefix(NOTE_PREFIX)), decode_expiry(value)
+        if chunk is None or until is None or until <= self._tiers.clock():
+            self._tiers.write_note(name, None)
+        else:
+            self._written[chunk] = until
+
+    def finish_restore(self, ttl: TtlIndex) -> None:
+        """Retain the chunks of an earlier start, beginnings first, once TTLs and pins are restored."""
+        for chunk, until in sorted(self._written.items(), key=lambda item: item[0].start_position):
+            ttl.extend(chunk, until)
+            self.extend(chunk, until)
+
     def _retain(self, chunk: Chunk) -> None:
         if not chunk.is_retained and self._fits(chunk):
             self._set(chunk, True)
+        if chunk.is_retained and self._written.get(chunk, 0.0) < chunk.retained_until:
+            until = chunk.retained_until + _WRITTEN_MARGIN * (chunk.retained_until - self._tiers.clock())
+            self._written[chunk] = until
+            self._tiers.write_note(NOTE_PREFIX + chunk.key, encode_expiry(until))
 
     def _end(self, chunk: Chunk) -> None:
         if self._wanted.pop(chunk, chunk) is None:
             chunk.retained_until = 0.0
             if chunk.is_retained:
                 self._set(chunk, False)
+        if self._written.pop(chunk, None) is not None:
+            self._tiers.write_note(NOTE_PREFIX + chunk.key, None)
 
     def _set(self, chunk: Chunk, is_retained: bool) -> None:
         chunk.is_retained = is_retained
@@ -91,6 +121,9 @@ class RetainedChunks:
         wanted = {chunk.key for chunk in self._tiers.index if chunk.retained_until}
         assert wanted == {chunk.key for chunk in self._wanted}, "retained chunks differ from the index"
         retained = [chunk for chunk in self._wanted if chunk.is_retained]
+        assert self._written.keys() <= self._wanted.keys(), "a deadline on disk of a chunk that is not retained"
+        late = [chunk for chunk in retained if self._written.get(chunk, 0.0) < chunk.retained_until]
+        assert not late, "a deadline that is not on disk"
         assert self.retained_bytes == sum(chunk.size_bytes for chunk in retained), "retained bytes do not add up"
         accounts: dict[TenantAccount, int] = {}
         for chunk in retained:

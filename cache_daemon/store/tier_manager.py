@@ -18,6 +18,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EventType,
 )
 
+from cache_daemon.durable.durable_tier import PutOutcome
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
@@ -324,6 +325,15 @@ class TierManager:
         """
         if self.writer is not None:
             self.writer.note(key, value)
+
+    async def await_notes(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` until all notes are on disk. Returns whether they are."""
+        if self.writer is None:
+            return True
+        written: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
+        self.writer.flush(lambda result: None if written.done() else written.set_result(result.outcome))
+        await asyncio.wait({written}, timeout=seconds)
+        return written.done() and written.result() is PutOutcome.STORED
 
     def emit(self, kind: EventType.ValueType, chunk: Chunk) -> None:
         """Append an event with the chunk's state."""

@@ -17,7 +17,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
 
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
 # Arguments that a request may not set: the worker sets them, or they are not arguments of the template.
@@ -37,8 +37,12 @@ def check_chat(chat: pb.Chat) -> None:
     if not chat.messages:
         raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
     for message in chat.messages:
-        if message.role not in _ROLES:
-            raise InvalidRequest(f"role is {message.role!r}; allowed are {', '.join(_ROLES)}", param="messages")
+        if not _ROLE.fullmatch(message.role):
+            raise InvalidRequest(
+                f"role is {message.role[:80]!r}; allowed are system, user, assistant, tool, and names of 1 to 64 "
+                "letters, digits, '_' and '-' that the chat template knows",
+                param="messages",
+            )
         if message.tool_calls and message.role != "assistant":
             raise InvalidRequest(
                 f"tool_calls stand in a message of {message.role}; only an assistant calls", param="messages"

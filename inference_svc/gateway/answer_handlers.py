@@ -23,6 +23,7 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.explain_header import ACROSS_TENANTS, requested_explain
+from inference_svc.gateway.prompt_cache_options import drop_answer, is_prewarm, limit_to_prompt
 from inference_svc.gateway.prompt_fingerprint import FingerprintStore, PromptComparison, PromptFingerprint, earlier_id
 from inference_svc.gateway.request_history import RequestHistory
 from inference_svc.gateway.request_log import log_line, named_request_id
@@ -86,6 +87,15 @@ class AnswerHandlers:
         asked = await self._bodies.read(request, partial(self._parse_job, CompletionRequest, request))
         return await self._answer(request, asked)
 
+    async def invoke(self, request: Request) -> Response:
+        """Answer a chat or a completion, whichever the body is, at the path of SageMaker's containers."""
+
+        def parse_job(raw: bytes, body: Any) -> _AnswerJob:
+            is_chat = isinstance(body, dict) and "messages" in body
+            return self._parse_job(ChatRequest if is_chat else CompletionRequest, request, raw, body)
+
+        return await self._answer(request, await self._bodies.read(request, parse_job))
+
     async def respond(self, request: Request) -> Response:
         tenant = self._keys.tenant(request.scope)
         apart = self._conversations.is_large(tenant)
@@ -95,11 +105,16 @@ class AnswerHandlers:
         ) -> tuple[ResponsesRequest, ResponseWriter, pb.GenerateRequest, PromptFingerprint]:
             parsed = self._parser.salted(ResponsesRequest, request, raw, body)
             self._models.check(parsed.model)
+            parsed.check_background()
             chat, messages, given = self._parser.chat_of_response(request, parsed)
             model = self._models.answer_model(parsed.model)
             writer = ResponseWriter(parsed, model, partial(self._keep_response, tenant, parsed), messages, given)
             asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
             self._runner.set_defaults([asked], self._models.resolve(model))
+            if is_prewarm(parsed.prompt_cache_options):
+                limit_to_prompt([asked])
+            if parsed.enable_response_messages:
+                asked.echo = asked.return_prompt_tokens = True
             prints = self._fingerprints.fingerprint(asked)
             earlier = earlier_id(parsed.prompt_cache_options, "comparison_response_id")
             if earlier is not None:
@@ -107,10 +122,17 @@ class AnswerHandlers:
             return parsed, writer, asked, prints
 
         parsed, writer, asked, prints = await self._bodies.read(request, parse_request, apart)
+        if parsed.background:
+            self._kept.background.check_capacity(tenant)
         self._fingerprints.keep(tenant, parsed.cache_salt, writer.id, prints)
         # Not the response's own id: anyone who reads it in the log could continue the conversation.
         log_line().add(id=asked.request_id, model=writer.model, skipped_tools=",".join(parsed.skipped_tools))
         pieces = with_grammar_option("text.format", self._run(request, [asked], not parsed.stream, writer.id))
+        if is_prewarm(parsed.prompt_cache_options):
+            pieces = _without_answer(pieces)
+        if parsed.background:
+            queued = await self._kept.background.start(tenant, writer, pieces)
+            return Response(queued, media_type="application/json")
         if parsed.stream:
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         return Response(await cancel_on_disconnect(request, writer.whole(pieces)), media_type="application/json")
@@ -140,7 +162,7 @@ class AnswerHandlers:
     def _keep_response(self, tenant: Hashable, parsed: ResponsesRequest, stored: StoredResponse) -> None:
         if parsed.store is not False:
             self._conversations.keep(tenant, stored)
-        if parsed.conversation_id is not None:
+        if parsed.conversation_id is not None and not is_prewarm(parsed.prompt_cache_options):
             items = [*json.loads(stored.items), *json.loads(stored.response)["output"]]
             self._kept.append(tenant, parsed.conversation_id, items)
 
@@ -162,6 +184,8 @@ class AnswerHandlers:
             for choice in range(parsed.num_choices)
         ]
         self._runner.set_defaults(requests, self._models.resolve(model))
+        if is_prewarm(parsed.prompt_cache_options):
+            limit_to_prompt(requests)
         return _AnswerJob(answer_id, model, parsed, requests)
 
     async def _answer(self, request: Request, asked: _AnswerJob) -> Response:
@@ -174,6 +198,8 @@ class AnswerHandlers:
         )
         if shared:
             pieces = share_prompt_logprobs(pieces, parsed.num_choices)
+        if is_prewarm(parsed.prompt_cache_options):
+            pieces = _without_answer(pieces)
         if parsed.stream:
             # Await the first chunk here, so that a refused request gets its status code.
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
@@ -207,6 +233,12 @@ class AnswerHandlers:
             if chunk.part.finish_reason:
                 self._history.add(tenant, salt, ids, requests[0].model, chunk.part)
             yield chunk
+
+
+async def _without_answer(pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
+    async for piece in pieces:
+        drop_answer(piece.part, pb.FINISH_REASON_STOP)
+        yield piece
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:

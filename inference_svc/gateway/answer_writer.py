@@ -14,6 +14,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
 from inference_svc.gateway.openai_tools import call_delta_fields, whole_calls
+from inference_svc.gateway.prompt_cache_options import drop_answer
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
@@ -46,7 +47,8 @@ def error_event(error: KVSidecarError) -> bytes:
 def _error_body(error: KVSidecarError) -> dict[str, Any]:
     kind = "invalid_request_error" if status_of(error)[1] < 500 else "server_error"
     named = _CODES.get(error.reason, error.reason.lower())
-    return {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
+    found = {"message": str(error), "type": kind, "param": error.param or None, "code": named}
+    return {"error": found | ({"constraint": error.constraint} if error.constraint else {})}
 
 
 def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
@@ -204,6 +206,7 @@ class AnswerWriter:
             return None
         if isinstance(self._request, ChatRequest):
             return openai_format.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
+        most = len(self._request.logprob_token_ids or ()) or most
         from_prompt = self._request.echo and not at
         as_ids = self._request.return_tokens_as_token_ids
         return openai_format.completion_logprobs(parts, most, at, from_prompt, as_ids)
@@ -218,7 +221,7 @@ async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceCh
     async for chunk in chunks:
         part = chunk.part
         if request.is_prompt_only:
-            _drop_generated(part)
+            drop_answer(part, pb.FINISH_REASON_LENGTH)
         if chunk.choice not in begun:
             begun.add(chunk.choice)
             part.text = part.prompt_text + part.text
@@ -237,14 +240,3 @@ async def with_text(text: str, chunks: AsyncIterator[ChoiceChunk]) -> AsyncItera
             begun.add(chunk.choice)
             chunk.part.text = text + chunk.part.text
         yield chunk
-
-
-def _drop_generated(part: pb.GenerateStreamResponse) -> None:
-    part.text = ""
-    del part.logprobs[:]
-    del part.token_ids[:]
-    if part.finish_reason:
-        part.finish_reason = pb.FINISH_REASON_LENGTH
-        part.usage.generated_tokens = 0
-        part.ClearField("stop_string")
-        part.ClearField("stop_token_id")

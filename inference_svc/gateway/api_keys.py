@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import os
@@ -96,6 +97,15 @@ class ApiKeys:
     def caller(self, scope: Scope) -> Hashable:
         """Return the owner of a request's byte budget: its tenant, else its client address."""
         return self._tenant(_sent_key(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
+
+    def pinning_client(self, scope: Scope) -> str:
+        """Return the name by which the daemon knows a client's share of the pins; empty for an operator."""
+        if self.is_operator(scope):
+            return ""
+        found = self._tenant(_sent_key(Headers(scope=scope)))
+        if found is None:
+            return "gateway guests"
+        return f"gateway tenant {hashlib.blake2b(repr(found.salts).encode(), digest_size=16).hexdigest()}"
 
     def is_operator(self, scope: Scope) -> bool:
         """Return whether an operator sent a request.

@@ -5,13 +5,16 @@ They accept all fields of an answer that the SDK sends back.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
+from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BeforeValidator, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.request_log import log_line
 
 _MAX_MESSAGES = 4096
 # Lifetimes of Anthropic's ``cache_control``.
@@ -19,6 +22,9 @@ EPHEMERAL_SECONDS, DEFAULT_EPHEMERAL_SECONDS = {"5m": 300, "1h": 3600}, 300
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
+_OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_LONGEST_NAME = 64  # a longer name is no typing error
+_FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -60,13 +66,21 @@ class ToolCall(BodyModel):
         return pb.ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
+def _no_typing_error(role: str) -> str:
+    if role not in _OPENAI_ROLES and (hint := did_you_mean(role, _OPENAI_ROLES)):
+        raise ValueError(f"not a role{hint}")
+    return role
+
+
 class Message(BodyModel):
     """A chat message.
 
     ``refusal`` and ``annotations`` of an answer are not part of the prompt; templates decide about its reasoning.
+    Members that no API has, which some clients add for themselves, are left out, with a note in the log.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_typing_error)]
+    """Roles that OpenAI does not have are left to the chat template."""
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
@@ -79,6 +93,17 @@ class Message(BodyModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_unknown(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
+            return value
+        left_out = next(str(name) for name in value if name not in cls.model_fields)
+        if did_you_mean(left_out[:_LONGEST_NAME], cls.model_fields):
+            return value  # a typing error, which is refused
+        log_line().add(ignored_field=f"messages.{left_out if _FIELD_NAME.fullmatch(left_out) else 'other'}")
+        return {name: value[name] for name in cls.model_fields if name in value}
 
     @property
     def text(self) -> str:

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway.anthropic_api.error_envelope import error_event_for, error_response_for
 from inference_svc.gateway.fleet_api import SERVING_PATH
-from inference_svc.gateway.health_routes import HEALTH, HEALTH_PATHS, READYZ
+from inference_svc.gateway.health_routes import HEALTH, HEALTH_PATHS, PING, READYZ
 from inference_svc.gateway.request_log import log_line
 
-_READINESS = frozenset({READYZ, HEALTH, SERVING_PATH})
+_READINESS = frozenset({READYZ, HEALTH, PING, SERVING_PATH})
 # Requests that do not keep a draining process alive.
 _PROBES = _READINESS | HEALTH_PATHS | {"/metrics"}
 

@@ -1,4 +1,4 @@
-"""A node's API for fleet gateways: serving status, cached-prefix length, warming."""
+"""A node's paths that fleet gateways use: serving status, cached-prefix length, warming."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 SERVING_PATH, CACHED_PREFIX_PATH, WARM_PATH = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
-REQUEST_PATH = "/kvsidecar/v1/requests"
+PIN_PATH, UNPIN_PATH, REQUEST_PATH = "/kvsidecar/v1/pin", "/kvsidecar/v1/unpin", "/kvsidecar/v1/requests"
+INVOCATIONS_PATH = "/invocations"
+"""SageMaker's path of chats and completions."""
 _TIMEOUT_SECONDS = 2.0
 MAX_WARM_SECONDS = 86400.0
 
 
-class WarmBody(CacheFields):
-    """Body of a warm request: a text or conversation to prefill, and its deadline."""
+class PromptBody(CacheFields):
+    """A text or conversation to prefill, and the deadline for that."""
 
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    prefetch: bool = False
-    """Load stored chunks into memory, and compute nothing."""
     within_seconds: float = Field(default=600.0, gt=0, le=MAX_WARM_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
@@ -41,7 +41,19 @@ class WarmBody(CacheFields):
         else:
             chat = to_chat(self.messages or [], self.tools, None, pb.ANSWER_START_UNSPECIFIED)
             prompt = pb.Prompt(chat=chat)
-        return pb.WarmRequest(prompt=prompt, model=self.model, cache=self.cache_options(), prefetch=self.prefetch)
+        return pb.WarmRequest(prompt=prompt, model=self.model, cache=self.cache_options())
+
+
+class WarmBody(PromptBody):
+    """Body of a warm request."""
+
+    prefetch: bool = False
+    """Load stored chunks into memory, and compute nothing."""
+
+    def to_grpc(self) -> pb.WarmRequest:
+        request = super().to_grpc()
+        request.prefetch = self.prefetch
+        return request
 
 
 def serving_status(models: list[dict[str, Any]], router: WorkerRouter, starting: bool) -> dict[str, Any]:

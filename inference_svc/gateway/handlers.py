@@ -34,6 +34,7 @@ from inference_svc.gateway.lora_routes import LoraRoutes
 from inference_svc.gateway.model_aliases import ModelAliases, parse_aliases
 from inference_svc.gateway.node_view import NodeView
 from inference_svc.gateway.openapi import document
+from inference_svc.gateway.prompt_pins import PinBody, UnpinBody, pin_prompt, unpin_prompt
 from inference_svc.gateway.request_history import RequestHistory
 from inference_svc.gateway.request_parser import RequestParser, Salted
 from inference_svc.gateway.request_runner import (
@@ -46,7 +47,7 @@ from inference_svc.gateway.responses_api.responses_schema import ResponsesReques
 from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.worker_retry import WorkerRetry
-from inference_svc.gateway.worker_router import WorkerRouter
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait
 
 log = structlog.get_logger("gateway")
@@ -180,12 +181,45 @@ class GatewayHandlers:
             return parsed.to_grpc(), parsed.within_seconds
 
         asked, seconds = await self.bodies.read(request, parse_request)
-        able = [w for w in self.router.alive if w.serves(asked.model)]
-        if not able:
-            raise no_worker(asked.model)
         return JSONResponse(
-            await cancel_on_disconnect(request, warm_prompt(min(able, key=lambda w: w.in_flight), asked, seconds))
+            await cancel_on_disconnect(request, warm_prompt(self._idlest_worker(asked.model), asked, seconds))
         )
+
+    def _idlest_worker(self, model: str) -> Worker:
+        """Raises Unavailable, UnknownModel."""
+        able = [w for w in self.router.alive if w.serves(model)]
+        if not able:
+            raise no_worker(model)
+        return min(able, key=lambda w: w.in_flight)
+
+    async def pin_prompt(self, request: Request) -> Response:
+        """Prefill a prompt and pin what is stored of it."""
+
+        def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
+            parsed = self._parser.salted(PinBody, request, raw, body)
+            self._models.check(parsed.model)
+            parsed.model = self._models.resolve(parsed.model)
+            return parsed.to_grpc(), parsed.within_seconds
+
+        asked, seconds = await self.bodies.read(request, parse_request)
+        worker = self._idlest_worker(asked.model)
+
+        async def pin() -> dict[str, Any]:
+            warmed = await warm_prompt(worker, asked, seconds)
+            return warmed | await pin_prompt(worker, self.node.daemon, asked, self.keys.pinning_client(request.scope))
+
+        return JSONResponse(await cancel_on_disconnect(request, pin()))
+
+    async def unpin_prompt(self, request: Request) -> Response:
+        def parse_request(raw: bytes, body: Any) -> UnpinBody:
+            parsed = self._parser.salted(UnpinBody, request, raw, body)
+            self._models.check(parsed.model)
+            parsed.model = self._models.resolve(parsed.model)
+            return parsed
+
+        asked = await self.bodies.read(request, parse_request)
+        caller = self.keys.pinning_client(request.scope)
+        return JSONResponse(await unpin_prompt(self._models.worker(asked.model), self.node.daemon, asked, caller))
 
     async def release_session(self, request: Request) -> Response:
         def parse_request(raw: bytes, body: Any) -> pb.ReleaseSessionRequest:

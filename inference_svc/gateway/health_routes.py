@@ -1,4 +1,4 @@
-"""Health endpoints: liveness at ``/livez``, readiness at ``/readyz`` and ``/health``.
+"""Health endpoints: liveness at ``/livez``, readiness at ``/readyz``, ``/health`` and, for SageMaker, ``/ping``.
 
 ``DrainMiddleware`` fails readiness during a shutdown.
 """
@@ -11,8 +11,8 @@ from typing import Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-LIVEZ, READYZ, HEALTH = "/livez", "/readyz", "/health"
-HEALTH_PATHS = frozenset({LIVEZ, READYZ, HEALTH})
+LIVEZ, READYZ, HEALTH, PING = "/livez", "/readyz", "/health", "/ping"
+HEALTH_PATHS = frozenset({LIVEZ, READYZ, HEALTH, PING})
 
 
 class Member(Protocol):
@@ -39,5 +39,5 @@ def add_readiness(app: FastAPI, kind: str, members: Callable[[], Collection[Memb
         body = {"status": "ok" if up else f"no {kind} is up", f"{kind}s_up": up, f"{kind}s": len(known)}
         return JSONResponse(body, status_code=200 if up else 503)
 
-    for path in (HEALTH, READYZ):
+    for path in (HEALTH, READYZ, PING):
         app.add_api_route(path, ready, methods=["GET"])

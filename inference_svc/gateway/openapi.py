@@ -14,7 +14,10 @@ from pydantic.json_schema import models_json_schema
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH, is_messages_path
 from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.cache_fields import RELEASE_PATH, ReleaseBody
+from inference_svc.gateway.fleet_api import PIN_PATH, UNPIN_PATH, WARM_PATH, WarmBody
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
+from inference_svc.gateway.prompt_pins import PinBody, UnpinBody
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.responses_routes import ConversationBody, ItemsBody
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
@@ -23,6 +26,7 @@ from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
 _COMPONENTS = "#/components/schemas/"
 _RESPONSES, _CONVERSATIONS = "/v1/responses", "/v1/conversations"
 _CONVERSATION, _LIST = ("id", "object", "created_at", "metadata"), ("object", "data", "has_more")
+_WARMED = ("prompt_tokens", "cached_tokens", "stored_tokens")
 _MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
 # Path, body, summary, whether it can be streamed, and the fields of a complete answer.
 _POSTS: list[tuple[str, type[BodyModel], str, bool, tuple[str, ...]]] = [
@@ -43,6 +47,10 @@ _POSTS: list[tuple[str, type[BodyModel], str, bool, tuple[str, ...]]] = [
     (f"{_CONVERSATIONS}/{{name}}/items", ItemsBody, "Adds items to a conversation", False, _LIST),
     ("/tokenize", TokenizeBody, "Tokens of a text or a conversation", False, ("count", "max_model_len", "tokens")),
     ("/detokenize", DetokenizeBody, "Text of tokens", False, ("prompt",)),
+    (WARM_PATH, WarmBody, "Computes a prompt in advance, or loads its stored chunks", False, _WARMED),
+    (PIN_PATH, PinBody, "Computes a prompt, and keeps it until it is unpinned", False, (*_WARMED, "pin")),
+    (UNPIN_PATH, UnpinBody, "Ends a pin", False, ("unpinned_chunks",)),
+    (RELEASE_PATH, ReleaseBody, "Ends a session", False, ("released_chunks",)),
 ]
 _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/v1/models", "The models that are served", ("object", "data")),

@@ -7,7 +7,7 @@ https://developers.openai.com/api/docs/guides/prompt-caching
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
@@ -47,6 +47,28 @@ def add_retention(
     is_explicit = isinstance(options, dict) and options.get("mode") == "explicit"
     if lifetime is not None and not is_explicit and not cache.HasField("retain_seconds"):
         cache.retain_seconds = lifetime
+
+
+def is_prewarm(options: Any) -> bool:
+    """Return whether ``prompt_cache_options.prewarm`` asks to compute and store the prompt, without an answer."""
+    return isinstance(options, dict) and options.get("prewarm") is True
+
+
+def limit_to_prompt(requests: Iterable[pb.GenerateRequest]) -> None:
+    """Let a worker compute the prompts and, because it must generate something, one token each."""
+    for request in requests:
+        request.max_tokens, request.min_tokens = 1, 0
+        request.ClearField("grammar")
+
+
+def drop_answer(part: pb.GenerateStreamResponse, finish: pb.FinishReason.ValueType) -> None:
+    """Remove the token that a worker had to generate; the answer ends with ``finish``."""
+    part.text = part.reasoning = ""
+    del part.logprobs[:], part.token_ids[:], part.tool_calls[:]
+    if part.finish_reason:
+        part.finish_reason = finish
+        part.usage.generated_tokens = part.usage.reasoning_tokens = 0
+        part.ClearField("stopped_by")
 
 
 def routing_key(key: Any) -> str:

@@ -76,7 +76,7 @@ class GenerationOptions(CacheFields):
     repetition_penalty: float | None = None
     allowed_token_ids: TokenIds | None = None
     logit_bias: Annotated[dict[TokenId, float], _FEW] | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | Annotated[list[str], FIRST_ERROR] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -93,6 +93,8 @@ class GenerationOptions(CacheFields):
     truncate: Literal["left", "middle", "right"] | None = None
     """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprob_token_ids: TokenIds | None = None
+    """vLLM's: with logprobs, reports these tokens beside each token of the answer, instead of the likeliest ones."""
     return_token_ids: bool = False
     """vLLM's, like the next: return the tokens of prompt and answer."""
     return_tokens_as_token_ids: bool = False
@@ -210,6 +212,7 @@ class GenerationOptions(CacheFields):
             truncation=truncation_of(self.truncate or (None if most is None else self.truncation_side)),
             prompt_logprobs=self.prompt_logprobs,
             logprobs=self.num_top_logprobs(),
+            logprob_tokens=self.logprob_token_ids or (),
             sampling=pb.Sampling(
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -231,6 +234,13 @@ class GenerationOptions(CacheFields):
             return_prompt_tokens=self.return_token_ids,
             continuous_usage=self.has_continuous_usage,
         )
+
+
+class KvTransferParams(BodyModel):
+    """``kv_transfer_params`` of routers that tokenize a chat once for several engines."""
+
+    prompt_token_ids: _Ints
+    """The prompt's tokens, which are used instead of the rendered messages."""
 
 
 class ChatRequest(GenerationOptions):
@@ -255,12 +265,15 @@ class ChatRequest(GenerationOptions):
     """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    kv_transfer_params: KvTransferParams | None = None
     echo: bool = False
     """vLLM's: returns the message that is continued before its continuation."""
     add_special_tokens: bool = False
     """vLLM's: True puts the beginning-of-sequence token before the template's text."""
 
     def prompts(self) -> list[pb.Prompt]:
+        if self.kv_transfer_params is not None:
+            return [self._forwarded_prompt(self.kv_transfer_params.prompt_token_ids)]
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
         chat = to_chat(self.messages, self._tools(), self._template_arguments(), start)
         return [pb.Prompt(chat=chat, with_special_tokens=self.add_special_tokens)]
@@ -277,6 +290,19 @@ class ChatRequest(GenerationOptions):
             for part in (message.content if isinstance(message.content, list) else ())
             for seconds in part.breakpoints()
         ]
+
+    def _forwarded_prompt(self, ids: list[int]) -> pb.Prompt:
+        """Return the tokens that another engine made of the messages. Raises InvalidRequest."""
+        if not ids:
+            raise InvalidRequest(
+                "kv_transfer_params.prompt_token_ids is empty; at least one token is needed", param="kv_transfer_params"
+            )
+        if self._tools():
+            raise InvalidRequest(
+                "kv_transfer_params.prompt_token_ids cannot stand beside tools: calls are found by the rendered chat",
+                param="kv_transfer_params",
+            )
+        return _ids(ids)
 
     def _template_arguments(self) -> dict[str, Any]:
         effort = self.reasoning_effort

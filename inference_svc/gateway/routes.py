@@ -12,7 +12,15 @@ from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSA
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.cache_fields import RELEASE_PATH
 from inference_svc.gateway.drain import DrainMiddleware
-from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, REQUEST_PATH, SERVING_PATH, WARM_PATH
+from inference_svc.gateway.fleet_api import (
+    CACHED_PREFIX_PATH,
+    INVOCATIONS_PATH,
+    PIN_PATH,
+    REQUEST_PATH,
+    SERVING_PATH,
+    UNPIN_PATH,
+    WARM_PATH,
+)
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.handlers import GatewayHandlers
 from inference_svc.gateway.health_routes import add_readiness
@@ -35,6 +43,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
         await gateway.router.start()
         await gateway.node.start()
         yield
+        await gateway.kept.background.close()
         gateway.bodies.close()
         await gateway.node.close()
         await gateway.router.close()
@@ -51,6 +60,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.answers.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.answers.complete, methods=["POST"])
+    app.add_api_route(INVOCATIONS_PATH, gateway.answers.invoke, methods=["POST"])
     app.add_api_route("/v1/responses", gateway.answers.respond, methods=["POST"])
     app.add_api_route(MESSAGES_PATH, gateway.answers.create_message, methods=["POST"])
     app.add_api_route(COUNT_PATH, gateway.count_tokens.count, methods=["POST"])
@@ -90,6 +100,8 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route(CACHED_PREFIX_PATH + WARM_PATH, gateway.cached_prefix_of_warm_request, methods=["POST"])
     app.add_api_route(WARM_PATH, gateway.warm_prompt, methods=["POST"])
     app.add_api_route(RELEASE_PATH, gateway.release_session, methods=["POST"])
+    app.add_api_route(PIN_PATH, gateway.pin_prompt, methods=["POST"])
+    app.add_api_route(UNPIN_PATH, gateway.unpin_prompt, methods=["POST"])
     if config.page:
         page = StaticFiles()
         app.add_api_route("/", page.index, methods=["GET", "HEAD"])

@@ -74,6 +74,7 @@ IGNORED_OF_MESSAGES = (
 # UTF-8 cannot encode surrogates, so they occur only as escapes.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 200  # of a client's field name in an error message
+_MAX_ALIKE = 3  # further fields that an error names because they are wrong in the same way
 # Parts of an error's location that name an alternative of a union (by its type) and no field.
 _ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
 # repr() with the length limits of error messages.
@@ -145,16 +146,30 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     found = max(of_field, key=lambda one: len(one["loc"]))
-    name, *inside = found["loc"] or ("the body",)
-    where = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
-    where = where.removesuffix(".[key]")[:_MAX_NAME_CHARS]
+    where = _where(found["loc"])
     if found["type"] == "extra_forbidden":
         known = _options(kind, found["loc"][:-1])
         asked = did_you_mean(str(found["loc"][-1]), known)
         return UnsupportedOption(f"{where} is not an option of this server{asked}; leave it out", param=where)
     if found["type"] == "missing":
         return InvalidRequest(f"{where} is missing", param=where)
-    return InvalidRequest(f"{where} is {_SHORTENED.repr(found['input'])[:80]}: {found['msg'].lower()}", param=where)
+    alike = [one for one in of_field if one["type"] == found["type"] and _are_siblings(one["loc"], found["loc"])]
+    others = [name for name in dict.fromkeys(_where(one["loc"]) for one in alike) if name != where][:_MAX_ALIKE]
+    also = f"; so are {', '.join(others)}" if others else ""
+    said = f"{where} is {_SHORTENED.repr(found['input'])[:80]}: {found['msg'].lower()}{also}"
+    return InvalidRequest(said, param=where, constraint=found["type"])
+
+
+def _where(place: Sequence[int | str]) -> str:
+    """Return the name of the field at an error's location."""
+    name, *inside = place or ("the body",)
+    found = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
+    return found.removesuffix(".[key]")[:_MAX_NAME_CHARS]
+
+
+def _are_siblings(one: Sequence[int | str], other: Sequence[int | str]) -> bool:
+    """Return whether two locations are those of members of one object or list."""
+    return len(one) == len(other) and sum(a != b for a, b in zip(one, other, strict=True)) == 1
 
 
 def _options(kind: type[BaseModel], place: Sequence[int | str]) -> set[str]:

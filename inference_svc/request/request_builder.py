@@ -320,6 +320,7 @@ class RequestBuilder:
             include_stop=request.include_stop,
             cache=cache if scored is None else replace(cache, read=False),
             num_logprobs=request_options.logprobs("logprobs", request),
+            logprob_tokens=request_options.logprob_tokens(request, self._vocabulary),
             num_prompt_logprobs=scored,
             speculation=self.speculation(request.speculation),
             max_branches=request_options.max_branches(request.speculation_branches),

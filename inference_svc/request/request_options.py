@@ -19,6 +19,7 @@ DEFAULT_MAX_TOKENS = 256
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_SESSION_BYTES = 128
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
+_MAX_LOGPROB_TOKENS = 128
 
 
 def max_new_tokens(request: pb.GenerateRequest, limit: int) -> int:
@@ -126,6 +127,24 @@ def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateR
     if most > _MAX_LOGPROBS:
         raise InvalidRequest(f"{name} is {most}; allowed are 0 to {_MAX_LOGPROBS}", param=name)
     return most
+
+
+def logprob_tokens(request: pb.GenerateRequest, vocabulary: int) -> tuple[int, ...]:
+    """Return the tokens whose log probabilities are reported. Raises InvalidRequest."""
+    found = tuple(dict.fromkeys(request.logprob_tokens))
+    if len(found) > _MAX_LOGPROB_TOKENS:
+        raise InvalidRequest(
+            f"logprob_token_ids has {len(found)} tokens; at most {_MAX_LOGPROB_TOKENS} are allowed",
+            param="logprob_token_ids",
+        )
+    wrong = next((token for token in found if token >= vocabulary), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"logprob_token_ids has {wrong}, which is outside the vocabulary of {vocabulary}", param="logprob_token_ids"
+        )
+    if found and not request.HasField("logprobs"):
+        raise InvalidRequest("logprob_token_ids is set without logprobs; set logprobs, too", param="logprob_token_ids")
+    return found
 
 
 def check_prompt_logprobs(scored: int | None, tokens: int) -> None:

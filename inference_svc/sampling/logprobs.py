@@ -24,8 +24,18 @@ class PromptLogprob(SampledToken):
     rank: int = 0
 
 
-def add_logprobs(token: int, line: Tensor, most: int) -> SampledToken:
-    """Adds log probabilities from ``line [vocabulary]``: those of the allowed tokens, at temperature 1."""
+LEAST_LOGPROB = -9999.0
+"""The log probability of a requested token that is not allowed, as OpenAI reports it: JSON has no infinity."""
+
+
+def add_logprobs(token: int, line: Tensor, most: int, requested: tuple[int, ...] = ()) -> SampledToken:
+    """Adds log probabilities from ``line [vocabulary]``: those of the allowed tokens, at temperature 1.
+
+    Adds the ``most`` likely alternatives or, if there are any, the ``requested`` tokens.
+    """
+    if requested:
+        values = line[list(requested)].clamp(min=LEAST_LOGPROB).tolist()
+        return SampledToken(token, float(line[token]), tuple(zip(requested, values, strict=True)))
     if not most:
         return SampledToken(token, float(line[token]))
     top = torch.topk(line, min(most, len(line)))

@@ -115,7 +115,7 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     ]
     for line, i in zip(plain, scored, strict=False):
         if able[i]:
-            out[i] = add_logprobs(found[i], line, samplers[i].logprobs or 0)
+            out[i] = add_logprobs(found[i], line, samplers[i].logprobs or 0, samplers[i].logprob_tokens)
     return out
 
 

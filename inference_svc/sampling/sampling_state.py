@@ -24,9 +24,11 @@ class SamplingState:
         prompt: Iterable[int] = (),
         grammar: GrammarState | None = None,
         stops: Iterable[int] = (),
+        logprob_tokens: tuple[int, ...] = (),
     ) -> None:
-        """``stops`` are the tokens that end the answer."""
+        """``stops`` are the tokens that end the answer; see ``GenerationRequest`` for the other numbers."""
         self.params, self.logprobs, self.grammar = params, logprobs, grammar
+        self.logprob_tokens = logprob_tokens
         self.drawn = 0
         self._stops = sorted(stops) if params.min_tokens else []
         self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None

@@ -51,6 +51,7 @@ class GenerationRequest:
     include_stop: bool = False  # the text of the stop token or string is part of the answer
     cache: CacheParams = field(default_factory=CacheParams)
     num_logprobs: int | None = None
+    logprob_tokens: tuple[int, ...] = ()  # reported with every token instead of the likeliest ones
     num_prompt_logprobs: int | None = None
     speculation: SpeculationMode = SpeculationMode.OFF
     max_branches: int | None = None  # maximum paths of a draft tree; None for the worker's limit

@@ -156,6 +156,7 @@ class Sequence:
             self.tokens[: request.num_prompt_tokens],
             self.grammar,
             request.stop_token_ids,
+            request.logprob_tokens,
         )
 
     def set_miss(self, reason: MissReason | str) -> None:

@@ -27,23 +27,32 @@ from kvsidecar.errors import (
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
-from inference_svc.gateway.api_keys import GUEST_HEADER, ApiKeys
+from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.drain import DrainMiddleware
-from inference_svc.gateway.explain_header import EXPLAIN_HEADER
+from inference_svc.gateway.fleet.cache_calls import EVERYWHERE_PATHS, CacheCalls
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
-from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
+from inference_svc.gateway.fleet.node_calls import NodeCalls
+from inference_svc.gateway.fleet.node_discovery import Node, NodeDiscovery
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import (
     CONVERSATIONS,
     INPUT_TOKENS,
+    PROMPT_PATHS,
     RESPONSES,
     PrefixQuery,
     to_routed_request,
 )
-from inference_svc.gateway.fleet.proxy import Proxy, proxied_response
-from inference_svc.gateway.fleet_api import REQUEST_PATH, WARM_PATH
+from inference_svc.gateway.fleet.proxy import Proxy
+from inference_svc.gateway.fleet_api import (
+    CACHED_PREFIX_PATH,
+    INVOCATIONS_PATH,
+    PIN_PATH,
+    REQUEST_PATH,
+    SERVING_PATH,
+    WARM_PATH,
+)
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.health_routes import add_readiness
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
@@ -57,6 +66,7 @@ log = structlog.get_logger("gateway")
 _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
+    INVOCATIONS_PATH,
     RESPONSES,
     INPUT_TOKENS,
     MESSAGES_PATH,
@@ -65,9 +75,8 @@ _FORWARDED_PATHS = (
     "/tokenize",
     "/detokenize",
     WARM_PATH,
+    PIN_PATH,
 )
-# A node needs them to answer as it would answer the client itself.
-_FORWARDED_HEADERS = ("x-request-id", "x-cache-salt", EXPLAIN_HEADER)
 _KEPT_PATH = re.compile(r"[\w/-]{1,400}", re.ASCII)
 _CONNECT_SECONDS = 2.0
 # Less than the 5 s after which a node's server closes an idle connection.
@@ -81,7 +90,6 @@ class FleetHandlers:
     """
 
     def __init__(self, config: GatewayConfig) -> None:
-        self._config = config
         self.keys, self.metrics = ApiKeys(config), FleetMetrics()
         self.bodies = BodyReader(config, self.keys)
         self.client = _client(config)
@@ -89,17 +97,14 @@ class FleetHandlers:
         self.metrics.watch(self.discovery)
         self._prefix_query = PrefixQuery(self.discovery, self.client, self.metrics.prefix_query_seconds)
         wait = NodeWait(self.discovery, config.worker_start_seconds)
+        self._calls = NodeCalls(self.client, self.bodies, self.keys, config.node_seconds)
+        self.cache = CacheCalls(self.discovery, self._prefix_query, self.bodies, self.keys, self._calls)
         self._proxy = Proxy(self._prefix_query, self.client, self.metrics, config.request_seconds, wait)
 
     async def forward(self, request: Request) -> Response:
         read = await self.bodies.read(request, partial(to_routed_request, request.url.path))
-        wait_seconds, headers = preferred_wait_seconds(request.headers), self._forwarded_headers(request)
+        wait_seconds, headers = preferred_wait_seconds(request.headers), self._calls.headers(request)
         return await self._proxy.answer(request, replace(read, wait_seconds=wait_seconds, headers=headers))
-
-    def _forwarded_headers(self, request: Request) -> dict[str, str]:
-        """Return headers for a node. It takes the fleet's key for an operator's, so it is told about a guest."""
-        sent = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
-        return sent if self.keys.is_operator(request.scope) else sent | {GUEST_HEADER: "1"}
 
     async def kept(self, request: Request) -> Response:
         """Forward a call about a response or conversation to the node that stores it."""
@@ -108,13 +113,13 @@ class FleetHandlers:
         if node is None:
             kind = "conversation" if path.startswith(CONVERSATIONS) else "response"
             raise UnknownResponse(f"the {kind} {name[:80]!r} is not kept by any node that is up")
-        return await self._send(node, request)
+        return await self._calls.send(node, request, await self._calls.read(request))
 
     async def show_request(self, request: Request) -> Response:
         """Answer ``kvsidecar why`` from the node that answered the request, which is the one that knows it."""
         if not self.discovery.alive:
             raise self.discovery.none_up()
-        asked = (self._send(node, request) for node in self.discovery.alive)
+        asked = (self._calls.send(node, request, b"") for node in self.discovery.alive)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         found = sorted((a for a in answers if isinstance(a, Response)), key=lambda answer: answer.status_code)
         if not found:
@@ -123,35 +128,16 @@ class FleetHandlers:
 
     async def create_conversation(self, request: Request) -> Response:
         """Create a conversation at the node that has the fewest requests."""
-        return await self._send(self._idlest_node(), request)
+        return await self._calls.send(self._idlest_node(), request, await self._calls.read(request))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return await self._send(self._idlest_node(), request)
+        return await self._calls.send(self._idlest_node(), request, b"")
 
     def _idlest_node(self) -> Node:
         """Raises Unavailable when no node is up."""
         if not self.discovery.alive:
             raise self.discovery.none_up()
         return min(self.discovery.alive, key=lambda node: node.busy + node.in_flight)
-
-    async def _send(self, node: Node, request: Request) -> Response:
-        """Forward a short call as it is. Raises Unavailable."""
-        has_body = int(request.headers.get("content-length") or 0) > 0 or "transfer-encoding" in request.headers
-        raw = await self.bodies.read(request, lambda raw, _: raw) if has_body else b""
-        url, deadline = f"{node.url}{request.url.path}", asyncio.get_running_loop().time() + self._config.node_seconds
-        try:
-            asked = self.client.request(
-                request.method,
-                url,
-                params=tuple(request.query_params.multi_items()),
-                content=raw,
-                headers=self._forwarded_headers(request) | ({"Content-Type": "application/json"} if raw else {}),
-                extensions=node.extensions,
-            )
-            answer = await node.wait_for(asked, deadline)
-        except (*CONNECTION_ERRORS, NodeFailed, TimeoutError) as error:
-            raise Unavailable("the node of this call does not answer; try again in a moment") from error
-        return proxied_response(answer, answer.content)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(self.discovery.models().values())})
@@ -245,6 +231,11 @@ def create_app(config: GatewayConfig) -> FastAPI:
         app.add_api_route(path, fleet.kept, methods=methods)
     app.add_api_route(CONVERSATIONS, fleet.create_conversation, methods=["POST"])
     app.add_api_route(REQUEST_PATH + "/{name:path}", fleet.show_request, methods=["GET"])
+    for path in EVERYWHERE_PATHS:
+        app.add_api_route(path, fleet.cache.everywhere, methods=["POST"])
+    for path in sorted(PROMPT_PATHS - {PIN_PATH}):
+        app.add_api_route(CACHED_PREFIX_PATH + path, fleet.cache.cached_prefix, methods=["POST"])
+    app.add_api_route(SERVING_PATH, fleet.cache.serving_status, methods=["GET"])
     app.add_api_route("/tokenizer_info", fleet.tokenizer_info, methods=["GET"])
     app.add_api_route("/v1/models", fleet.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", fleet.model, methods=["GET"])

@@ -23,12 +23,13 @@ from inference_svc.gateway.fleet.fleet_router import (
     prompt_prefix_hashes,
 )
 from inference_svc.gateway.fleet.node_discovery import BAD_RESPONSE_ERRORS, CONNECTION_ERRORS, Node, NodeDiscovery
-from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
+from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, INVOCATIONS_PATH, PIN_PATH, WARM_PATH
 from inference_svc.gateway.model_aliases import lists
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
-_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES_PATH, WARM_PATH})
+PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES_PATH, WARM_PATH, PIN_PATH})
+"""Paths whose prompts are compared with the nodes' caches."""
 # A node that does not answer within this time counts as having no cached prefix: the prompt must not wait.
 _TIMEOUT_SECONDS = 0.5
 # Computing a shorter prompt takes no longer than a query.
@@ -63,6 +64,8 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
     """Extract the routing properties of an unvalidated body. Raises InvalidRequest."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if path == INVOCATIONS_PATH:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     model, before, within = body.get("model"), body.get("previous_response_id"), body.get("within_seconds")
     if before is None:
         named = body.get("conversation")
@@ -135,7 +138,7 @@ class PrefixQuery:
 
     async def _query(self, nodes: list[Node], asked: RoutedRequest) -> list[_CachedPrefix]:
         short = asked.prompt.size_bytes < _MIN_QUERY_BYTES
-        if short or asked.path not in _PROMPTS or asked.skips_cache:
+        if short or asked.path not in PROMPT_PATHS or asked.skips_cache:
             return [_CachedPrefix(node, 0, 0) for node in nodes]
         began = time.perf_counter()
         found = await asyncio.gather(*(self._query_node(node, asked) for node in nodes))
@@ -147,10 +150,11 @@ class PrefixQuery:
 
         A node that refuses reports the reason when it gets the request itself.
         """
+        path = WARM_PATH if asked.path == PIN_PATH else asked.path  # the bodies are alike
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.post(
-                    node.url + CACHED_PREFIX_PATH + asked.path,
+                    node.url + CACHED_PREFIX_PATH + path,
                     content=asked.raw,
                     headers={"Content-Type": "application/json"},
                     extensions=node.extensions,

@@ -23,7 +23,7 @@ from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest
-from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, WARM_PATH
+from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, PIN_PATH, WARM_PATH
 from inference_svc.gateway.request_log import log_line
 
 log = structlog.get_logger("gateway")
@@ -113,7 +113,7 @@ class Proxy:
 
         A warm request names its own limit, which the node enforces.
         """
-        if asked.path != WARM_PATH or asked.within_seconds is None:
+        if asked.path not in (WARM_PATH, PIN_PATH) or asked.within_seconds is None:
             return self._seconds
         return max(self._seconds, min(asked.within_seconds, MAX_WARM_SECONDS))
 

@@ -23,7 +23,8 @@ _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 class StoredResponse:
     """A response, the chat up to it and the items of its input, or a conversation and its items, all as JSON.
 
-    A JSON text's length is its size in memory. ``item_ids`` are those of input and output.
+    A JSON text's length is its size in memory. ``item_ids`` are those of input and output. A response that is not
+    complete, because it runs, failed or was cancelled, cannot be continued.
     """
 
     id: str
@@ -31,14 +32,20 @@ class StoredResponse:
     messages: bytes
     items: bytes = b"[]"
     item_ids: frozenset[str] = frozenset()
+    is_complete: bool = True
 
     @classmethod
     def of(
-        cls, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]] | None = None
+        cls,
+        response: dict[str, Any],
+        messages: list[dict[str, Any]],
+        items: list[dict[str, Any]] | None = None,
+        *,
+        is_complete: bool = True,
     ) -> StoredResponse:
         items = items or []
         ids = frozenset(item["id"] for item in [*items, *response.get("output", ())] if item.get("id"))
-        return cls(response["id"], json_bytes(response), json_bytes(messages), json_bytes(items), ids)
+        return cls(response["id"], json_bytes(response), json_bytes(messages), json_bytes(items), ids, is_complete)
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +98,8 @@ class ConversationStore:
         except UnknownResponse as error:
             raise InvalidRequest(str(error), param=param) from None
         self._check_size(stored, param)
+        if not stored.is_complete:
+            raise InvalidRequest(f"the response {stored.id!r} has no answer to continue from, or not yet", param=param)
         found: list[dict[str, Any]] = json.loads(stored.messages)
         return found
 

@@ -57,7 +57,7 @@ class ResponseWriter:
             "error": None,
             "incomplete_details": None,
             **echoed,
-            "background": False,
+            "background": request.background is True,
             "conversation": {"id": request.conversation_id} if request.conversation_id else None,
             "reasoning": request.reasoning or {"effort": None, "summary": None},
             "top_logprobs": request.top_logprobs or 0,
@@ -88,6 +88,16 @@ class ResponseWriter:
         await self._store()
         return await asyncio.to_thread(openai_format.json_bytes, self._body)
 
+    async def interim(self, status: str, error: Exception | None = None) -> StoredResponse:
+        """Return the response in the background as it is now, without an answer to continue from."""
+        failed = None
+        if error is not None:
+            said = str(error) if isinstance(error, KVSidecarError) else "this response could not be computed"
+            failed = {"code": "server_error", "message": said}
+        self._close("incomplete")
+        body = {**self._body, "status": status, "error": failed}
+        return await asyncio.to_thread(StoredResponse.of, body, self._chat, self._given, is_complete=False)
+
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         self._streams = True
         self._explain(first.part)
@@ -110,6 +120,8 @@ class ResponseWriter:
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
         """Add a message of the worker; return its events, which are empty for a whole response."""
         self._explain(part)
+        if self._request.enable_response_messages:
+            self._add_raw(part)
         events: list[bytes] = []
         self._logprobs += openai_format.chat_logprobs(list(part.logprobs))["content"]
         if part.reasoning:
@@ -127,6 +139,16 @@ class ResponseWriter:
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
             self._body |= openai_format.prompt_provenance(part)
+
+    def _add_raw(self, part: pb.GenerateStreamResponse) -> None:
+        """Add to vLLM's ``input_messages`` and ``output_messages``."""
+        if "input_messages" not in self._body:
+            prompt = {"message": part.prompt_text, "tokens": list(part.prompt_token_ids)}
+            self._body["input_messages"] = [{"type": "raw_message_tokens", **prompt}]
+            self._body["output_messages"] = [{"type": "raw_message_tokens", "message": "", "tokens": []}]
+        answer = self._body["output_messages"][0]
+        answer["message"] += part.reasoning + part.text
+        answer["tokens"] += part.token_ids
 
     def _report_miss(self, part: pb.GenerateStreamResponse) -> None:
         if self._request.explain:

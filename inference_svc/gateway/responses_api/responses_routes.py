@@ -18,6 +18,7 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.chat_messages import TextAlone
+from inference_svc.gateway.responses_api.background_responses import BackgroundResponses
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
 from inference_svc.gateway.responses_api.input_items import Item, listed, to_messages
 from inference_svc.gateway.unsupported_options import parse
@@ -45,6 +46,7 @@ class ResponsesRoutes:
 
     def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:
         self._store, self._keys, self._bodies = store, keys, bodies
+        self.background = BackgroundResponses(store)
 
     # ---- responses ------------------------------------------------------------------------------------------
 
@@ -56,12 +58,17 @@ class ResponsesRoutes:
 
     async def cancel(self, request: Request) -> Response:
         found = self._find(request, "resp_")
+        await self.background.cancel(self._tenant(request), found.id)
+        found = self._find(request, "resp_")
+        if json.loads(found.response)["background"]:
+            return Response(found.response, media_type="application/json")
         raise InvalidRequest(
             f"Cannot cancel a synchronous response. {found.id!r} was not made with background and has ended; to cancel "
             "a response that runs, close its connection"
         )
 
     async def forget(self, request: Request) -> Response:
+        await self.background.cancel(self._tenant(request), self._find(request, "resp_").id)
         return self._drop(request, "resp_", "response")
 
     # ---- conversations --------------------------------------------------------------------------------------

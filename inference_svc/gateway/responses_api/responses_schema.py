@@ -94,7 +94,7 @@ class ResponsesRequest(CacheFields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | Annotated[list[str], FIRST_ERROR] | None = None
     ignore_eos: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -106,7 +106,10 @@ class ResponsesRequest(CacheFields):
     """Limits calls of tools on OpenAI's servers, of which there are none here."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
+    """Answer while the client polls ``/v1/responses/ID``."""
+    enable_response_messages: bool = False
+    """vLLM's: return the prompt and the answer as the model read and wrote them, as text and tokens."""
     include: Any = None
     """``message.output_text.logprobs`` has an effect."""
     reasoning: Any = None
@@ -132,6 +135,17 @@ class ResponsesRequest(CacheFields):
                 param="conversation",
             )
         return self.conversation if isinstance(self.conversation, str) else self.conversation.id
+
+    def check_background(self) -> None:
+        """Raise InvalidRequest for a response in the background that the client could not read."""
+        if not self.background:
+            return
+        if self.store is False:
+            raise InvalidRequest("background can only be used when `store` is true", param="background")
+        if self.stream:
+            raise InvalidRequest(
+                "background and stream are both set; leave stream out, and poll the response", param="background"
+            )
 
     def items(self, find: Callable[[str], Item]) -> list[Item]:
         """Return the input's items; ``find`` returns the item that a reference names. Raises InvalidRequest."""

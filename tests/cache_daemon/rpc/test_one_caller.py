@@ -203,6 +203,30 @@ def pin(stub: Any, namespace: bytes, prefix_hash: bytes) -> None:
     assert stub.Pin(pb.PinRequest(prefix=prefix), timeout=10).chunks == 1
 
 
+def test_a_gateway_names_the_client_whose_share_of_the_pins_counts(start: Callable[..., Node], tmp_path: Path) -> None:
+    node = start(arena_bytes="4MiB", store_bytes="16MiB", shared_socket=tmp_path / "shared.sock")
+    guest, gateway = Guest(tmp_path / "shared.sock"), Peer(node, "guest", geometry=WIDE)
+    hashes = [gateway.put([n] * 4) for n in range(12)]  # 256 KiB each
+    node.settle()
+
+    def request(n: int, caller: str) -> pb.PinRequest:
+        prefix = pb.PrefixRef(namespace=gateway.namespace, prefix_hash=hashes[n])
+        return pb.PinRequest(prefix=prefix, caller=caller)
+
+    for n in range(8):
+        gateway.stub.Pin(request(n, "a client"), timeout=10)
+    code, why = code_of(lambda: gateway.stub.Pin(request(8, "a client"), timeout=10))
+    assert (code, "this caller may pin 2.0 MiB" in why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    gateway.stub.Pin(request(8, "another client"), timeout=10)
+    gateway.stub.Unpin(pb.UnpinRequest(prefix=request(0, "").prefix, caller="a client"), timeout=10)
+    gateway.stub.Pin(request(9, "a client"), timeout=10)
+    for stub, caller in ((guest.stub, "a client"), (gateway.stub, "c" * 129)):
+        code, why = code_of(lambda stub=stub, caller=caller: stub.Pin(request(10, caller), timeout=10))  # type: ignore[misc]
+        assert (code, "caller" in why) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    guest.close()
+    gateway.close()
+
+
 def test_pins_and_leases_of_one_guest_leave_the_cache_to_others(start: Callable[..., Node], tmp_path: Path) -> None:
     node = start(arena_bytes="4MiB", store_bytes="16MiB", shared_socket=tmp_path / "shared.sock")
     guest, worker = Guest(tmp_path / "shared.sock"), Peer(node, "guest", geometry=WIDE)

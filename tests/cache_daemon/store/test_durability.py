@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from kvsidecar.cache.v1.cache_pb2 import DeleteRequest
+from kvsidecar.cache.v1.cache_pb2 import DeleteRequest, PinRequest, PrefixRef, UnpinRequest
 from kvsidecar.errors import StoreUnavailable
 
 from benchmarks.node import Node
@@ -45,6 +45,22 @@ def test_a_killed_daemon_loses_nothing_that_was_durable(start: Callable[..., Nod
     node.start_daemon()
     assert node.cache_stats().chunks == 40
     assert count_readable(node, stored) == 40
+
+
+def test_a_pin_and_its_end_hold_when_the_daemon_is_killed_at_once(start: Callable[..., Node]) -> None:
+    node = start()
+    for round_ in range(4):
+        peer = Peer(node)
+        prefix = PrefixRef(namespace=peer.namespace, prefix_hash=peer.put([round_, 1, 2]))
+        node.settle()
+        peer.stub.Pin(PinRequest(prefix=prefix), timeout=20)
+        for was_pinned in (True, False):
+            node.kill("daemon")
+            node.start_daemon()
+            assert bool(node.cache_stats().pinned_bytes) is was_pinned, round_
+            if was_pinned:
+                Peer(node).stub.Unpin(UnpinRequest(prefix=prefix), timeout=20)
+        peer.close()
 
 
 def test_what_was_deleted_stays_so_when_the_daemon_is_killed_at_once(start: Callable[..., Node]) -> None:

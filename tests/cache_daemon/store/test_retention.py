@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from math import inf
 
@@ -13,9 +14,13 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.node import Node
 from benchmarks.peer import payload_of
 from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.durable.durable_tier import WriteGroup
+from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
+from cache_daemon.store.retained_chunks import NOTE_PREFIX
 from tests.cache_daemon.conftest import Peer
-from tests.cache_daemon.stores import Bench, opened
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
+from tests.cache_daemon.stores import Bench, FakeClock, opened
 
 SLOT = 4096
 ALL = 2**32 - 1
@@ -153,6 +158,50 @@ async def test_a_tenants_own_ttl_wins_over_a_retention() -> None:
         assert known(bench, [1, 2], b"a") == 0
 
 
+async def test_a_retention_survives_a_restart_and_ends_then() -> None:
+    """It lasts as long as promised, at most a quarter longer, also if a shorter TTL was written before."""
+    disk, clock = MemoryTier(), FakeClock()
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT, tier=disk, clock=clock) as bench:
+        first = await put(bench, [1, 2], PromptHints(expires_at=clock.now + 60))
+        bench.store.ttl.persist_changes()
+        await use(bench, [1, 2], retain(bench, 300))
+        await put(bench, [3, 4])
+        await put(bench, [5, 6], PromptHints(retained=((ALL, clock.now + 30),)))
+        retained = {name for name in disk.notes() if name.startswith(NOTE_PREFIX)}
+    disk.apply(WriteGroup(notes={EXPIRY_NOTE_PREFIX + first: encode_expiry(clock.now + 60)}))  # as after a kill
+    clock.now += 200
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT, tier=disk, clock=clock) as bench:
+        chunk = bench.store.find(bench.root(), first)
+        assert chunk.is_retained
+        assert clock.now + 100 <= chunk.retained_until <= clock.now + 175
+        assert bench.store.stats().retained_bytes == chunk.size_bytes, "the third one's has ended"
+        await bench.store.sweep()
+        await flood(bench)
+        assert (known(bench, [1, 2]), known(bench, [3, 4]), known(bench, [5, 6])) == (2, 0, 0)
+        clock.now += 176
+        await bench.store.sweep()
+        assert bench.store.stats().retained_bytes == 0
+    assert len(retained) == 2
+    assert not any(name.startswith(NOTE_PREFIX) for name in disk.notes())
+
+
+async def test_uses_that_renew_a_retention_write_few_deadlines() -> None:
+    disk = MemoryTier()
+    async with opened(tier=disk) as bench:
+        key = NOTE_PREFIX + await put(bench, [1, 2], retain(bench, 3600))
+        written = {disk.notes()[key]}
+        for _ in range(100):
+            bench.clock.now += 60
+            await use(bench, [1, 2], retain(bench, 3600))
+            done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+            assert bench.store._writer is not None
+            bench.store._writer.flush(done.set_result)
+            await done
+            written.add(disk.notes()[key])
+            assert decode_expiry(disk.notes()[key]) >= bench.clock.now + 3600  # type: ignore[operator]
+    assert 100 * 60 / (0.25 * 3600) <= len(written) <= 8
+
+
 @pytest.mark.parametrize("limits", [None, {b"a": TenantLimits(arena_bytes=8 * SLOT, store_bytes=10 * SLOT)}])
 async def test_low_priority_is_evicted_first_until_a_normal_use(limits: dict[bytes, TenantLimits] | None) -> None:
     async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT, limits=limits) as bench:
@@ -167,6 +216,23 @@ async def test_low_priority_is_evicted_first_until_a_normal_use(limits: dict[byt
         for i in range(chunks):
             await put(bench, [100 + i], salt=b"a")
         assert (known(bench, [2], b"a"), known(bench, [3], b"a")) == (0, 1)
+
+
+def test_a_killed_daemon_keeps_retentions(start: Callable[..., Node]) -> None:
+    node = start()
+    peer, hints = Peer(node), [pb.RetainedPrefix(end=1, retain_seconds=600)]
+    for ids, retained in (([1, 2], hints), ([3, 4], [])):
+        request = pb.ReserveRequest(session_id=peer.session, headers=[peer.header(ids)], retained=retained)
+        (reserved,) = peer.stub.Reserve(request).reservations
+        peer.staged(reserved.staging)[:] = payload_of(ids, reserved.staging.size_bytes)
+        assert peer.commit(reserved).committed == 1
+    node.settle()
+    before = node.cache_stats().retained_bytes
+    node.kill("daemon")
+    peer.close()
+    node.start_daemon()
+    assert node.cache_stats().chunks == 2
+    assert node.cache_stats().retained_bytes == before > 0
 
 
 def test_hints_over_the_wire(start: Callable[..., Node]) -> None:

@@ -3,6 +3,7 @@
 ``python tests/frameworks/vllm_http FOLDER [pytest's flags]`` takes the tests of vLLM's source distribution in FOLDER as
 they are, unread by us until then. Where they start vLLM they get our URL; vLLM itself need not be installed.
 ``known_failures.toml`` names the tests that must fail, and why: any other failure, and any that passes, fails the run.
+Tests of its section ``may_fail`` depend on chance.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_an_unknown_model_is_404(gateway: Gateway) -> None:
         (b'{"messages": []}', "messages"),
         (b'{"messages": [], "stream": "perhaps"}', "stream is 'perhaps'"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content"),
-        (b'{"messages": [{"role": "nobody", "content": "x"}]}', "role"),
+        (b'{"messages": [{"role": "no body", "content": "x"}]}', "role"),
         (b"[" * 100_000, "nested more than 128 levels deep"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages.0.content has the lone surrogate"),
         (b'{"a": "' + b"x" * (9 << 20) + b'"}', "larger than"),

@@ -115,7 +115,9 @@ def test_the_sdk_parses_into_its_types(gateway: Gateway) -> None:
     ("option", "param"),
     [
         ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"extra_body": {"background": "perhaps"}}, "background"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
         ({"extra_body": {"n": 2}}, "n"),

@@ -28,7 +28,7 @@ BAD: list[tuple[Any, dict[str, Any], type[KVSidecarError], str]] = [
     ("x", {"logprobs": 21}, InvalidRequest, "logprobs is 21"),
     ("x", {"tenant_salt": b"s" * 300}, InvalidRequest, "tenant_salt has 300 bytes"),
     ("x", {"request_id": "i" * 200}, InvalidRequest, "request_id has 200"),
-    ([{"role": "robot", "content": "x"}], {}, InvalidRequest, "role is 'robot'"),
+    ([{"role": "a robot", "content": "x"}], {}, InvalidRequest, "role is 'a robot'"),
 ]
 
 

@@ -189,7 +189,7 @@ class SimulatedEvent:
         self._num_polls += 1
         if self._num_polls >= _POLLS_UNTIL_DONE:
             at.stream.demand(at.number)
-        done = at.stream.is_done(at.number)
+        done = at.stream.is_done(at.number) if self._device.executes else at.time <= self._device.clock.host
         if done:
             self._device.order.join(self._device.host, at.clock)
         return done

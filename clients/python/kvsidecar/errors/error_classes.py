@@ -12,14 +12,15 @@ from typing import Self
 class KVSidecarError(Exception):
     """Base of all errors that a caller may handle.
 
-    ``reason`` is stable; the text is for people. ``param`` is the request's invalid field, if any.
+    ``reason`` is stable; the text is for people. ``param`` is the request's invalid field, if any, and ``constraint``
+    the name of the rule that its value breaks.
     """
 
     reason = "INTERNAL"
 
-    def __init__(self, *args: object, param: str = "") -> None:
+    def __init__(self, *args: object, param: str = "", constraint: str = "") -> None:
         super().__init__(*args)
-        self.param = param
+        self.param, self.constraint = param, constraint
 
 
 class GenerationFailed(KVSidecarError):

@@ -199,6 +199,37 @@ def test_warming_and_listing_go_through(fleet: Fleet) -> None:
     assert [m.id for m in fleet.fronts[1].client.models.list()] == ["demo"]
 
 
+def test_a_session_that_ends_at_the_fleet_ends_at_each_node(fleet: Fleet) -> None:
+    before = [node.cache_stats().chunks for node in fleet.nodes]
+    hints = {"cache_session": "an agent", "ignore_eos": True}
+    for gateway, node in zip(fleet.gateways, fleet.nodes, strict=True):
+        ask(gateway, talk("a session"), extra_body=hints)
+        node.settle()
+    stored = [node.cache_stats().chunks for node in fleet.nodes]
+    assert all(now > then for now, then in zip(stored, before, strict=True))
+    url = f"{fleet.fronts[0].url}/kvsidecar/v1"
+    answer = httpx.post(f"{url}/release", json={"cache_session": "an agent"}, timeout=60)
+    assert answer.json() == {"released_chunks": sum(stored) - sum(before)}
+    assert [node.cache_stats().chunks for node in fleet.nodes] == before
+    unnamed = httpx.post(f"{url}/release", json={}, timeout=60)
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "cache_session")
+    assert httpx.get(f"{url}/serving").json()["workers"] == 2
+
+
+def test_a_pin_is_made_where_the_prompt_is_and_ended_from_anywhere(fleet: Fleet) -> None:
+    text = "a text that somebody wants to keep for ever. " * 12
+    warmed = fleet.gateways[1].post("/kvsidecar/v1/warm", prompt=text)
+    fleet.nodes[1].settle()
+    found = fleet.fronts[0].post("/kvsidecar/v1/pin", prompt=text)
+    assert found["cached_tokens"] >= warmed["stored_tokens"] - 16
+    assert [bool(node.cache_stats().pinned_bytes) for node in fleet.nodes] == [False, True]
+    ended = fleet.fronts[1].post("/kvsidecar/v1/unpin", pin=found["pin"])
+    assert ended == {"unpinned_chunks": found["pinned_chunks"]}
+    assert not any(node.cache_stats().pinned_bytes for node in fleet.nodes)
+    unknown = httpx.post(f"{fleet.fronts[0].url}/kvsidecar/v1/unpin", json={"pin": found["pin"]}, timeout=60)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "chunk_not_found")
+
+
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_a_rolling_restart_loses_nothing_and_what_was_read_is_still_known(fleet: Fleet, rounds: int) -> None:
     talks = [talk(about) for about in ("wood", "stone", "iron", "glass", "paper", "wool")]

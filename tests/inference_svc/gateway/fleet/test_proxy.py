@@ -301,3 +301,43 @@ async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) 
         async with asyncio.timeout(10):
             while first.url in fleet.discovery._tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_a_session_ends_at_every_node_that_serves_its_model() -> None:
+    one, two = Peer(answer=says({"released_chunks": 3})), Peer(answer=says({"released_chunks": 4}))
+    other = Peer(served=SERVED | {"models": [{"id": "other"}]}, answer=LOST)
+    body = {"model": "m", "cache_session": "agent", "cache_salt": "s"}
+    async with fleet_of(one, two, other) as (client, _):
+        answer = await client.post("/kvsidecar/v1/release", json=body)
+        assert (answer.status_code, answer.json()) == (200, {"released_chunks": 7})
+        assert one.prompts == two.prompts == [body]
+        assert not other.prompts
+        unknown = await client.post("/kvsidecar/v1/release", json=body | {"model": "none"})
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+        one.answer = two.answer = says(
+            {"error": {"message": "cache_session is missing", "param": "cache_session"}}, 400
+        )
+        wrong = await client.post("/kvsidecar/v1/release", json={"model": "m"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "cache_session")
+
+
+@pytest.mark.parametrize("failing", [LOST, LOCKED, breaks, says([1]), says({"released_chunks": "many"})])
+async def test_a_release_that_did_not_reach_every_node_is_to_be_sent_again(failing: Any) -> None:
+    async with fleet_of(Peer(answer=says({"released_chunks": 3})), Peer(answer=failing)) as (client, _):
+        answer = await client.post("/kvsidecar/v1/release", json={"cache_session": "agent"})
+    assert answer.status_code == 503
+    assert "a node of the fleet" in answer.json()["error"]["message"]
+
+
+async def test_a_fleet_tells_routers_its_load_and_its_longest_prefix_as_a_node_does() -> None:
+    warm, cold = Peer(held_tokens=900, served=SERVED | {"busy": 2}), Peer()
+    down = Peer(served={"hello": "world"})
+    async with fleet_of(cold, warm, down) as (client, _):
+        shown = (await client.get("/kvsidecar/v1/serving")).json()
+        assert shown == {"models": SERVED["models"], "workers": 2, "starting": False, "busy": 2}
+        found = (await client.post("/kvsidecar/v1/held/v1/chat/completions", json=BODY)).json()
+        assert (found["prompt_tokens"], found["held_tokens"]) == (1000, 900)
+        assert (await client.post("/kvsidecar/v1/held/v1/models", json=BODY)).status_code == 404
+    async with fleet_of(warm, api_key="guest") as (client, _):
+        shown = (await client.get("/kvsidecar/v1/serving", headers={"Authorization": "Bearer guest"})).json()
+        assert "busy" not in shown

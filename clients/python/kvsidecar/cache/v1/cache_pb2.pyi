@@ -1761,6 +1761,11 @@ class PinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFIX_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    caller: _builtins.str
+    """Name of the client for whom a gateway calls: that client's share of the pins counts. At most 128 bytes. Only at the
+    private socket; INVALID_ARGUMENT elsewhere, where the caller's own share counts. Empty: the daemon's user.
+    """
     @_builtins.property
     def prefix(self) -> Global___PrefixRef:
         """The prefix."""
@@ -1769,10 +1774,11 @@ class PinRequest(_message.Message):
         self,
         *,
         prefix: Global___PrefixRef | None = ...,
+        caller: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "prefix", b"prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1807,6 +1813,9 @@ class UnpinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFIX_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    caller: _builtins.str
+    """As in PinRequest. Its own pin ends if it has one, else another one."""
     @_builtins.property
     def prefix(self) -> Global___PrefixRef:
         """The prefix."""
@@ -1815,10 +1824,11 @@ class UnpinRequest(_message.Message):
         self,
         *,
         prefix: Global___PrefixRef | None = ...,
+        caller: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "prefix", b"prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -224,7 +224,9 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or "tool"."""
+    """"system", "user", "assistant" or "tool", or another role that the chat template knows: a letter, and up to 63
+    letters, digits, '_' and '-'.
+    """
     content: _builtins.str
     """The text."""
     tool_call_id: _builtins.str
@@ -689,6 +691,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKENS_FIELD_NUMBER: _builtins.int
     EXPLAIN_ACROSS_TENANTS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests all of
@@ -769,6 +772,12 @@ class GenerateRequest(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further stop tokens; at most 128. Like an end-of-sequence token they are not part of the text."""
 
+    @_builtins.property
+    def logprob_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens to report with every token instead of the most likely ones, at most 128; with `logprobs` alone. A token that
+        is not allowed has the log probability -9,999.
+        """
+
     def __init__(
         self,
         *,
@@ -796,11 +805,12 @@ class GenerateRequest(_message.Message):
         speculation_branches: _builtins.int = ...,
         return_prompt_tokens: _builtins.bool = ...,
         continuous_usage: _builtins.bool = ...,
+        logprob_tokens: _abc.Iterable[_builtins.int] | None = ...,
         explain_across_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "continuous_usage", b"continuous_usage", "echo", b"echo", "explain", b"explain", "explain_across_tenants", b"explain_across_tenants", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "return_prompt_tokens", b"return_prompt_tokens", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "continuous_usage", b"continuous_usage", "echo", b"echo", "explain", b"explain", "explain_across_tenants", b"explain_across_tenants", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprob_tokens", b"logprob_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "return_prompt_tokens", b"return_prompt_tokens", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

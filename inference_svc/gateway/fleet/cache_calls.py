@@ -1,0 +1,94 @@
+"""Calls about the cache that concern several nodes of a fleet: sessions, pins, stored prefixes, load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from kvsidecar.errors import KVSidecarError, Unavailable
+
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.cache_fields import RELEASE_PATH
+from inference_svc.gateway.fleet.node_calls import NodeCalls
+from inference_svc.gateway.fleet.node_discovery import BAD_RESPONSE_ERRORS, NodeDiscovery
+from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest, to_routed_request
+from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, UNPIN_PATH
+
+# Calls that every node gets, and the field of its answer that has the number of its chunks.
+_COUNTED = {RELEASE_PATH: "released_chunks", UNPIN_PATH: "unpinned_chunks"}
+EVERYWHERE_PATHS = tuple(_COUNTED)
+# A node deletes chunks from its disk before it answers.
+_CHANGE_SECONDS = 60.0
+_NOT_FOUND = 404
+# The node is down, or does not take this gateway's key, which no client can mend.
+_FAILED = frozenset({401, 500, 502, 503, 504})
+
+
+class CacheCalls:
+    """Handlers of one fleet gateway."""
+
+    def __init__(
+        self, discovery: NodeDiscovery, prefix_query: PrefixQuery, bodies: BodyReader, keys: ApiKeys, calls: NodeCalls
+    ) -> None:
+        self._discovery, self._prefix_query, self._bodies = discovery, prefix_query, bodies
+        self._keys, self._calls = keys, calls
+
+    async def everywhere(self, request: Request) -> Response:
+        """Send a call to every node that serves its model, since any of them may have such chunks.
+
+        Returns the sum of the nodes' numbers, or a refusal. Raises UnknownModel, and Unavailable when a node does not
+        answer: the call can be sent again, and counts only what is left.
+        """
+        asked, field = await self._read(request, request.url.path), _COUNTED[request.url.path]
+        self._prefix_query.check_model(asked.model)
+        nodes = [node for node in self._discovery.alive if node.serves(asked.model)]
+        sent = (self._calls.send(node, request, asked.raw, _CHANGE_SECONDS) for node in nodes)
+        answers = await asyncio.gather(*sent, return_exceptions=True)
+        done: list[Response] = []
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, KVSidecarError):
+                raise answer
+            if not isinstance(answer, Response) or answer.status_code in _FAILED:
+                raise Unavailable("a node of the fleet does not answer; send this again in a moment")
+            done.append(answer)
+        refused = [answer for answer in done if answer.status_code != 200]
+        if refused and (len(refused) == len(done) or any(one.status_code != _NOT_FOUND for one in refused)):
+            return min(refused, key=lambda one: one.status_code == _NOT_FOUND)
+        return JSONResponse({field: sum(_count(one, field) for one in done if one.status_code == 200)})
+
+    async def cached_prefix(self, request: Request) -> Response:
+        """Answer with the longest prefix of a prompt that a node has: that node would get the request."""
+        asked = await self._read(request, request.url.path.removeprefix(CACHED_PREFIX_PATH))
+        self._prefix_query.check_model(asked.model)
+        node = await self._prefix_query.choose_node(asked, ())
+        return await self._calls.send(node, request, asked.raw)
+
+    async def serving_status(self, request: Request) -> Response:
+        """Answer as one node with the workers of all, to a router or another fleet's gateway."""
+        nodes = self._discovery.all
+        alive = [node for node in nodes if node.alive]
+        models = {name: model for node in alive for name, model in node.models.items()}
+        shown: dict[str, Any] = {
+            "models": list(models.values()),
+            "workers": sum(node.workers for node in alive),
+            "starting": not alive and any(node.starting for node in nodes),
+        }
+        if self._keys.may_see_load(request.scope):
+            shown["busy"] = sum(max(node.busy, node.in_flight) for node in alive)
+        return JSONResponse(shown)
+
+    async def _read(self, request: Request, path: str) -> RoutedRequest:
+        return await self._bodies.read(request, partial(to_routed_request, path))
+
+
+def _count(answer: Response, field: str) -> int:
+    """Return the number in a node's answer. Raises Unavailable for an answer that no node gives."""
+    try:
+        return int(json.loads(bytes(answer.body))[field])
+    except BAD_RESPONSE_ERRORS as error:
+        raise Unavailable("a node of the fleet answers with something else than a number of chunks") from error

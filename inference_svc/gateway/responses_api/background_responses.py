@@ -1,0 +1,83 @@
+"""Responses that are answered in the background: the client polls them, and may cancel them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable
+from dataclasses import dataclass
+
+import structlog
+from kvsidecar.errors import KVSidecarError, Overloaded
+
+from inference_svc.gateway.request_runner import ChoiceChunk
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.response_writer import ResponseWriter
+
+# Each holds its request in memory.
+_MAX_RUNNING, _MAX_RUNNING_PER_TENANT = 64, 16
+
+log = structlog.get_logger("gateway")
+
+
+@dataclass(frozen=True)
+class _Running:
+    tenant: Hashable
+    task: asyncio.Task[None]
+
+
+class BackgroundResponses:
+    """The running responses of one gateway. They end with its process. Runs on the event loop."""
+
+    def __init__(self, store: ConversationStore) -> None:
+        self._store = store
+        self._running: dict[str, _Running] = {}
+
+    def check_capacity(self, tenant: Hashable) -> None:
+        """Raise Overloaded when a tenant, or all together, have as many running as they may."""
+        by_tenant = Counter(one.tenant for one in self._running.values())
+        if by_tenant[tenant] >= _MAX_RUNNING_PER_TENANT or by_tenant.total() >= _MAX_RUNNING:
+            raise Overloaded(
+                f"{by_tenant[tenant]} of your responses run in the background, {by_tenant.total()} in all; at most "
+                f"{_MAX_RUNNING_PER_TENANT} and {_MAX_RUNNING} may: wait for one of them, or cancel it"
+            )
+
+    async def start(self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
+        """Begin to answer. Returns the response, which is queued, as JSON."""
+        queued = await writer.interim("queued")
+        self._store.keep(tenant, queued)
+        task = asyncio.create_task(self._run(tenant, writer, pieces))
+        self._running[writer.id] = _Running(tenant, task)
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would never end the response
+        return queued.response
+
+    async def cancel(self, tenant: Hashable, response_id: str) -> bool:
+        """Cancel a response, and wait until it has ended. Returns False if it does not run."""
+        found = self._running.get(response_id)
+        if found is None or found.tenant != tenant:
+            return False
+        found.task.cancel()
+        await asyncio.wait({found.task})
+        return True
+
+    async def close(self) -> None:
+        """Cancel all responses."""
+        tasks = {one.task for one in self._running.values()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _run(self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]) -> None:
+        try:
+            self._store.keep(tenant, await writer.interim("in_progress"))
+            await writer.whole(pieces)
+        except KVSidecarError as error:
+            self._store.keep(tenant, await writer.interim("failed", error))
+        except asyncio.CancelledError:
+            self._store.keep(tenant, await writer.interim("cancelled"))
+        except Exception as error:
+            log.exception("a response in the background failed", id=writer.id)
+            self._store.keep(tenant, await writer.interim("failed", error))
+        finally:
+            del self._running[writer.id]

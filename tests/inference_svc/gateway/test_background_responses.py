@@ -1,0 +1,127 @@
+"""Responses in the background: queued, polled, continued, cancelled, deleted, and never without a limit."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from benchmarks.node import Node
+from tests.inference_svc.gateway.conftest import Gateway
+
+LONG: dict[str, Any] = {"max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
+
+
+def create(gateway: Gateway, **options: Any) -> Response:
+    response: Response = gateway.client.responses.create(
+        **{"model": "demo", "input": "tell me a story", "background": True} | options
+    )
+    return response
+
+
+def ended(gateway: Gateway, response: Response) -> Response:
+    deadline = time.monotonic() + 60
+    while response.status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        response = gateway.client.responses.retrieve(response.id)
+    return response
+
+
+def test_a_response_is_queued_and_then_complete_as_if_it_had_been_waited_for(gateway: Gateway) -> None:
+    options = {"max_output_tokens": 12, "temperature": 0, "instructions": "Be brief."}
+    queued = create(gateway, **options)
+    assert (queued.status, queued.background, queued.output, queued.usage) == ("queued", True, [], None)
+    done = ended(gateway, queued)
+    waited = create(gateway, **options, background=False)
+    assert done.id == queued.id
+    assert (done.status, done.output_text) == (waited.status, waited.output_text)
+    assert done.usage is not None
+    assert waited.usage is not None
+    assert done.usage.output_tokens == waited.usage.output_tokens
+    count = gateway.client.responses.input_tokens.count
+    follow: Any = {"model": "demo", "input": "and then?"}
+    assert (
+        count(previous_response_id=done.id, **follow).input_tokens
+        == count(previous_response_id=waited.id, **follow).input_tokens
+    )
+    assert gateway.client.responses.cancel(done.id).status == done.status, "what has ended stays as it is"
+
+
+def test_a_cancelled_response_stays_cancelled_and_leaves_the_worker(gateway: Gateway, two: Node) -> None:
+    response = create(gateway, **LONG)
+    deadline = time.monotonic() + 30
+    while not sum(two.client(i).stats().running for i in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert gateway.client.responses.retrieve(response.id).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="no answer to continue from"):
+        create(gateway, previous_response_id=response.id)
+    assert gateway.client.responses.cancel(response.id).status == "cancelled"
+    while sum(two.client(i).stats().running for i in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert gateway.client.responses.retrieve(response.id).status == "cancelled"
+    assert gateway.client.responses.cancel(response.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="no answer to continue from"):
+        create(gateway, previous_response_id=response.id)
+
+
+def test_a_deleted_response_is_cancelled_first(gateway: Gateway, two: Node) -> None:
+    response = create(gateway, **LONG)
+    gateway.client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        gateway.client.responses.retrieve(response.id)
+    deadline = time.monotonic() + 30
+    while sum(two.client(i).stats().running for i in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(openai.NotFoundError):
+        gateway.client.responses.retrieve(response.id)
+
+
+def test_a_response_that_cannot_be_computed_says_why(gateway: Gateway) -> None:
+    failed = ended(gateway, create(gateway, input="hello " * 9000))
+    assert (failed.status, failed.output) == ("failed", [])
+    assert failed.error is not None
+    assert "too long" in failed.error.message
+
+
+def test_a_tenant_has_so_many_in_the_background_and_no_more(gateway: Gateway) -> None:
+    made = []
+    try:
+        for _ in range(16):
+            made.append(create(gateway, **LONG))
+        with pytest.raises(openai.RateLimitError, match="16 of your responses run in the background"):
+            create(gateway, **LONG)
+    finally:
+        for response in made:
+            gateway.client.responses.cancel(response.id)
+    assert ended(gateway, create(gateway, max_output_tokens=2)).status == "incomplete"
+
+
+def test_a_conversation_gets_the_items_when_the_response_is_complete(gateway: Gateway) -> None:
+    conversation = gateway.client.conversations.create()
+    response = create(gateway, conversation=conversation.id, max_output_tokens=4)
+    ended(gateway, response)
+    items = list(gateway.client.conversations.items.list(conversation.id, order="asc"))
+    assert [getattr(item, "role", "") for item in items] == ["user", "assistant"]
+
+
+def test_the_raw_messages_are_what_the_model_read_and_wrote(gateway: Gateway, two: Node) -> None:
+    for stream in (False, True):
+        options = {"enable_response_messages": True}
+        answer: Any = create(
+            gateway, background=False, stream=stream, max_output_tokens=6, temperature=0, extra_body=options
+        )
+        if stream:
+            answer = list(answer)[-1].response
+        (given,), (said,) = answer.input_messages, answer.output_messages
+        assert (given["type"], said["type"]) == ("raw_message_tokens",) * 2
+        assert "tell me a story" in given["message"]
+        assert len(given["tokens"]) == answer.usage.input_tokens
+        assert len(said["tokens"]) == answer.usage.output_tokens
+        assert said["message"] == answer.output_text
