@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvsidecar.errors import KVSidecarError
 
 __all__ = ["AsyncClient", "Client", "Completion", "CompletionChunk", "KVSidecarError"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
