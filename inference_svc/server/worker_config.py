@@ -39,7 +39,7 @@ class ModelSettings(BaseSettings):
     time; 8 hardly changes answers, 4 does. codes keeps those of a quantized GGUF file on a CPU: as small and fast as 4,
     as accurate as the file; auto converts it to 16 bits."""
     stream: Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"] = "auto"
-    """Layer streaming for models larger than a CPU's memory: layers are read from disk ahead of their use. auto (none
+    """Layer streaming for models larger than a CPU's or GPU's memory: layers are read ahead of their use. auto (none
     if the model fits, else as few layers as possible), off, partial_resident (all but keep_first and keep_last, or but
     as many as fit), ffn_only_stream (all but attention), full_stream. It does not change answers."""
     keep_first: int = Field(default=0, ge=0, le=4096)

@@ -43,6 +43,7 @@ class RankProcesses:
         self.store = self._folder / "store"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[RankChannel] = []
+        self._receivers: list[threading.Thread] = []
         self._order, self._asking = threading.Lock(), threading.Lock()
         self._questions: dict[int, tuple[Future[list[Answer]], dict[int, Answer]]] = {}
         self._last_id = 0
@@ -87,7 +88,9 @@ class RankProcesses:
         """Receives answers from now on, each rank's on a thread. ``on_lost`` gets the reason when a rank ends."""
         self._lost.add_done_callback(lambda lost: on_lost(lost.result()))
         for rank, channel in enumerate(self._channels, 1):
-            threading.Thread(target=self._receive, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
+            receiver = threading.Thread(target=self._receive, args=(rank, channel), name=f"rank-{rank}", daemon=True)
+            receiver.start()
+            self._receivers.append(receiver)
 
     def send(self, order: Order) -> None:
         """Sends an order to all ranks. A rank that has ended is reported by ``on_lost`` only."""
@@ -139,7 +142,7 @@ class RankProcesses:
                     log.warning("a rank did not stop in time, killing it", rank=rank)
                 process.kill()
                 process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._clean_up()
 
     def kill(self) -> None:
         """Ends the ranks at once."""
@@ -147,6 +150,14 @@ class RankProcesses:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Closes the channels of ended processes, and removes the folder in which the ranks met."""
+        for receiver in self._receivers:
+            receiver.join()
+        for channel in self._channels:
+            channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _receive(self, rank: int, channel: RankChannel) -> None:
