@@ -85,6 +85,17 @@ def test_chunks_in_trimmed_staging_are_the_pools(place: torch.device) -> None:
             staging.trim()
 
 
+def test_a_group_of_layers_is_there_when_it_is_told(place: torch.device) -> None:
+    """While the next group is on its way, and no buffer is filled again."""
+    header, slots = header_of(40), torch.arange(40)
+    stored = pool(40)
+    payload = memoryview(packed_by_definition(*stored, slots, header)).toreadonly()
+    loaded = tuple(torch.zeros_like(x).to(place) for x in stored)
+    for group in dispatch.unpack_chunks(*loaded, [ChunkPlacement(header, payload, slots)], [range(1), range(1, 4)]):
+        for got, expected in zip(loaded, stored, strict=True):
+            assert torch.equal(got[group.start : group.stop].cpu(), expected[group.start : group.stop])
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_many_chunks_are_loaded_through_few_buffers(
     place: torch.device, bits: int, monkeypatch: pytest.MonkeyPatch
