@@ -30,12 +30,12 @@ class _AttentionRecorder:
 class FullPrefill:
     """Full prefill: keys and values ``[layers, kv_heads, tokens, head_dim]``, attention and result.
 
-    ``looks [layers, heads, tokens]`` is each token's maximum probability over the question's rows.
+    The attention ``[layers, heads, tokens]`` is each token's maximum probability over the question's rows.
     """
 
     keys: Tensor
     values: Tensor
-    looks: Tensor
+    looks: Tensor  # the attention
     outcome: LabResult
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, headings, tests, make's targets, modules."""
+"""Names in the documents exist: files, headings, tests, make's targets, modules."""
 
 from __future__ import annotations
 

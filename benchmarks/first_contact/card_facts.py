@@ -28,7 +28,7 @@ _ATTRIBUTES = {
 
 
 def read_facts(device: ContactDevice, rows: RowFile) -> None:
-    """Read the driver's attributes of device 0, and the versions of what is installed."""
+    """Read the driver's attributes of device 0, and the versions of installed software."""
     if not isinstance(device, GpuDevice):
         assert device.kernels  # loads the fake driver
     context, value = PrimaryContext(0), ctypes.c_int()

@@ -89,7 +89,7 @@ class FakeDevice:
         return CubinModule([b"any"], 0)
 
     def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
-        """Return a time of the CPU, which says nothing of a GPU."""
+        """Return a time of the CPU, which is no measurement of a GPU."""
         calls[0]()
         began = time.perf_counter()
         calls[0]()

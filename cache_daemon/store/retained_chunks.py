@@ -6,8 +6,8 @@ most a quarter of the arena, so that pins find capacity. A chunk beyond these li
 until they allow its retention.
 
 The durable tier gets the deadline of a retained chunk in the same transaction as the chunk, or in the next one. The
-written deadline is a quarter of the remaining time later, so that most uses write nothing: after a restart, a retention
-ends at the promised time at the earliest.
+written deadline is later than the promised one by a quarter of the remaining time, so most uses write nothing, and a
+retention never ends early, also after a restart.
 """
 
 from __future__ import annotations

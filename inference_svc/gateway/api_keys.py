@@ -19,7 +19,7 @@ from inference_svc.gateway.peer_uid import user_of
 from inference_svc.gateway.tenant_keys import TenantKey, load_tenants
 
 GUEST_HEADER = "x-kvsidecar-guest"
-"""A fleet's gateway forwards a guest's request with its own key and this header."""
+"""The fleet gateway sends a guest's request with the gateway's key and this header."""
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip"})
 

@@ -193,7 +193,7 @@ class GatewayHandlers:
         return min(able, key=lambda w: w.in_flight)
 
     async def pin_prompt(self, request: Request) -> Response:
-        """Prefill a prompt and pin what is stored of it."""
+        """Prefill a prompt and pin its stored prefix."""
 
         def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
             parsed = self._parser.salted(PinBody, request, raw, body)

@@ -1,6 +1,6 @@
-"""OpenAI's ``prompt_cache_*`` options and breakpoints, which are hints: no value of theirs is an error.
+"""OpenAI's ``prompt_cache_*`` options and breakpoints.
 
-Lifetimes are minimal ones, as OpenAI defines them: a retention, and no TTL.
+They are hints, so any value is accepted. A lifetime is a minimum: it becomes a retention, not a TTL.
 https://developers.openai.com/api/docs/guides/prompt-caching
 """
 

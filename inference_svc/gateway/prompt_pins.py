@@ -1,7 +1,7 @@
 """Pins of prompts over HTTP.
 
-A pin is the daemon's: eviction and TTLs spare the prefix until it is unpinned, over restarts. It counts against the
-quota of the tenant or, where the operator set none, against the client's share of all pins.
+The daemon owns pins: until a client unpins the prefix, neither eviction nor TTLs remove it, also after a restart. A pin
+counts against the quota of the tenant or, where the operator set none, against the client's share of all pins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnpinBody(BodyModel):
     model: str = ""
     cache_salt: str = ""
     pin: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * HASH_BYTES}}}$")]
-    """Name of the pin, as the answer to its request has it."""
+    """Name of the pin, from the answer to the pin request."""
 
 
 async def pin_prompt(worker: Worker, daemon: Any, request: pb.WarmRequest, caller: str) -> dict[str, Any]:

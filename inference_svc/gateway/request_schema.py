@@ -91,7 +91,7 @@ class GenerationOptions(CacheFields):
     truncation_side: Literal["left", "right"] | None = None
     """vLLM's: where truncate_prompt_tokens removes tokens."""
     truncate: Literal["left", "middle", "right"] | None = None
-    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
+    """Part of a too long prompt that loses tokens; without truncate_prompt_tokens, those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     logprob_token_ids: TokenIds | None = None
     """vLLM's: with logprobs, reports these tokens beside each token of the answer, instead of the likeliest ones."""
@@ -106,7 +106,7 @@ class GenerationOptions(CacheFields):
     document_separator: str | None = Field(default=None, max_length=64)
     """Text that precedes each document of the prompt; a document is reused at any position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
-    """Where documents end in a prompt of token ids."""
+    """Ends of the documents in a prompt of token ids."""
     exact_only: bool = False
     """Reuse no chunks that were computed in another context."""
     reuse_anywhere: bool | None = None
@@ -122,7 +122,7 @@ class GenerationOptions(CacheFields):
     """Report which parts of the prompt were cached."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    """vLLM's, like the older names behind it."""
+    """A field of vLLM, as are the older names below."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], FIRST_ERROR] | None = None

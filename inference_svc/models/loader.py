@@ -253,7 +253,7 @@ def _join_ranks(loaded: LoadedModel, shard: ShardPlan, ranks: RankGroup) -> Load
 
 
 def _must_stream(stream: StreamingOptions, recipe: LayerFileRecipe) -> bool:
-    """True if a mode is named, or a device is to have quantized weights, which only the layer file has."""
+    """True if a mode is named, or a device needs quantized weights (only the layer file has them)."""
     return stream.mode not in ("auto", "off") or (recipe.on_device and recipe.bits < 16 and stream.mode == "auto")
 
 

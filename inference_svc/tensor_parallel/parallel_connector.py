@@ -40,10 +40,10 @@ _Answers = Future[list[Answer]]
 
 
 class ParallelConnector(DaemonConnector):
-    """``KVConnector`` of rank 0, which looks up, loads and saves as that of a whole model does.
+    """``KVConnector`` of rank 0.
 
-    The others follow: after rank 0 has found tokens, they load the same tokens, and the sequence gets as many as every
-    rank has. Chunks of different ranks are in different namespaces.
+    The other ranks load the tokens that rank 0 found; the sequence uses the minimum over all ranks. Chunks
+    of different ranks are in different namespaces.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ParallelConnector(DaemonConnector):
         return super().load(sequence, pool, lambda one, result: self._load_others(one, pool, result, done))
 
     def _load_others(self, sequence: Sequence, pool: KVPool, result: LoadResult, done: LoadCallback) -> None:
-        """Lets the other ranks load what rank 0 has loaded, or is loading."""
+        """Order the other ranks to load the tokens that rank 0 loads."""
         known, table = sequence.kv.num_computed, sequence.kv.table
         if result.tokens <= known or table is None:
             done(sequence, result)

@@ -1,4 +1,4 @@
-"""Decoder and KV pool of rank 0: they let the other ranks do the same."""
+"""Decoder and KV pool of rank 0, which send each operation to the other ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ParallelDecoder(Decoder):
 
 
 class ParallelKVPool(KVPool):
-    """The pool of rank 0. What it copies and zeroes, the other ranks copy and zero in their pools."""
+    """The pool of rank 0. It sends each copy and zeroing of slots to the other ranks."""
 
     def __init__(self, ranks: RankProcesses, *shape: Any, **settings: Any) -> None:
         super().__init__(*shape, **settings)

@@ -43,10 +43,10 @@ CacheOrder = Load | Save | Discard | Prefetch | Release
 
 
 class RankCache:
-    """Executes cache orders in their order on one thread, beside the rank's steps. ``answer`` gets the results.
+    """Executes cache commands first in, first out, on one thread beside the rank's steps. ``answer`` gets the results.
 
-    A load follows all earlier saves, so a request finds what the requests before it stored. A failure of the daemon is
-    an answer without tokens.
+    A load follows all earlier saves, so a request finds what the requests before it stored. If the daemon fails, the
+    answer has no tokens.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class RankChannel:
         self._reader = end.makefile("rb")
 
     def send(self, message: Message) -> None:
-        """Raises OSError if the other end is gone."""
+        """Send a message. Raises OSError if the other end is gone."""
         self.send_encoded(encode(message))
 
     def send_encoded(self, data: bytes) -> None:

@@ -116,7 +116,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Open:
-    """The numerics identity of all ranks together: the rank may attach to the daemon."""
+    """Permission to attach to the daemon, with the identity of all ranks' numerics."""
 
     numerics: str
     kind: Literal["open"] = "open"
@@ -160,7 +160,7 @@ class CheckFinite:
 
 @dataclass(frozen=True)
 class Load:
-    """Load the stored tokens of a prompt, except its last one, behind the ``known`` tokens of ``table``."""
+    """Load a prompt's stored tokens, all but the last, after the ``known`` tokens of ``table``."""
 
     tokens: list[int]
     known: int

@@ -100,9 +100,10 @@ class RankProcesses:
                 channel.send_encoded(data)
 
     def ask(self, questions: Sequence[Question], answered: Future[list[Answer]] | None = None) -> Future[list[Answer]]:
-        """Sends each rank from 1 on its question. The future gets their answers in this order, on another thread.
+        """Send one question to each rank except 0.
 
-        It gets Unavailable if a rank ends.
+        A receiver thread completes the future with the answers, in rank order. The future gets Unavailable if a
+        rank ends.
         """
         answered = answered or Future()
         with self._asking:
@@ -121,7 +122,7 @@ class RankProcesses:
         return self.ask([question] * (self.size - 1), answered)
 
     def lost_reason(self) -> str:
-        """Returns which rank ended, and why; waits a moment for its end."""
+        """Return the rank that ended, and the reason. Waits a moment for that end."""
         try:
             return self._lost.result(_REASON_SECONDS)
         except TimeoutError:

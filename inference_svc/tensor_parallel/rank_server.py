@@ -1,4 +1,4 @@
-"""Rank server: the process of a rank other than 0. It executes the orders of rank 0 in their order."""
+"""Rank server: the process of a rank other than 0. It executes the commands of rank 0 first in, first out."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from inference_svc.tensor_parallel.rank_start import new_group
 
 log = structlog.get_logger("worker")
 EXIT_LEFT, EXIT_FAILED = 71, 72
-"""Exit codes of a rank: rank 0 has ended, and an order failed."""
+"""Exit codes: 71 after rank 0 ended, 72 after a failed order or start."""
 
 
 class RankServer:
-    """Executes the orders of rank 0 on the caller's thread, which computes; cache orders on another one."""
+    """Executes computations on the caller's thread, cache orders on another one."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, cache: RankCache | None, channel: RankChannel) -> None:
         self._decoder, self._pool, self._cache, self._channel = decoder, pool, cache, channel

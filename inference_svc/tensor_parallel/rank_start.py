@@ -1,4 +1,4 @@
-"""Rank start: how the ranks of a worker come together, and agree on the identity of their numerics."""
+"""Rank start: the ranks of a worker meet, and agree on the identity of their numerics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inference_svc.tensor_parallel.rank_processes import RankProcesses
 
 
 def new_group(config: WorkerConfig, rank: int, store: Path) -> RankGroup:
-    """Meet the other ranks at ``store``. On GPUs, each rank has the one with its number. Raises Unavailable."""
+    """Meet the other ranks at ``store``. On GPUs, rank N uses GPU N. Raises Unavailable."""
     device = pick_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)

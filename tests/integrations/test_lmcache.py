@@ -218,7 +218,7 @@ def layouts() -> dict[int, Any]:
 
 
 def awaited(descriptor: int, result: Any) -> Any:
-    """What there is once the event descriptor says so."""
+    """Return the result once the event descriptor is readable."""
     assert select.select([descriptor], [], [], 20)[0], "no event within 20 s"
     from lmcache.v1.platform import consume_fd
 

@@ -86,7 +86,10 @@ def test_chunks_in_trimmed_staging_are_the_pools(place: torch.device) -> None:
 
 
 def test_a_group_of_layers_is_there_when_it_is_told(place: torch.device) -> None:
-    """While the next group is on its way, and no buffer is filled again."""
+    """The device may still copy the next group then.
+
+    Each of the two groups fills its own buffer, so only the wait before the yield makes the first one complete.
+    """
     header, slots = header_of(40), torch.arange(40)
     stored = pool(40)
     payload = memoryview(packed_by_definition(*stored, slots, header)).toreadonly()
@@ -100,7 +103,7 @@ def test_a_group_of_layers_is_there_when_it_is_told(place: torch.device) -> None
 def test_many_chunks_are_loaded_through_few_buffers(
     place: torch.device, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer is filled again only after the device has used it, and each group of layers is complete when told."""
+    """The host refills a buffer only after the device has used it, and each yielded group of layers is complete."""
     monkeypatch.setattr(chunk_transfer, "_BANK_BYTES", 1 << 16)
     header, pieces, sizes = header_of(40, bits), [], 7
     keys, values = pool(40 * sizes)
@@ -218,7 +221,7 @@ def test_a_pool_without_kernels_holds_each_group_when_it_is_told(device: Simulat
 
 
 def test_a_warm_up_runs_the_kernels_of_the_first_request(device: SimulatedDevice) -> None:
-    """Otherwise the first request waits until they are loaded."""
+    """Without a warm-up, the first request waits until the driver has loaded the kernels."""
     described = SimpleNamespace(_geometry=Geometry(LAYERS, HEADS, DIM, DATA_TYPE_BFLOAT16, 16))
     blocks = KVPool(LAYERS, HEADS, DIM, 256, torch.bfloat16, device.torch)
     DaemonConnector.warm_up(described, blocks)  # type: ignore[arg-type]
@@ -226,7 +229,7 @@ def test_a_warm_up_runs_the_kernels_of_the_first_request(device: SimulatedDevice
 
 
 def test_no_memory_of_another_process_is_page_locked() -> None:
-    """Contract of the client: the daemon replaces pages of staging, and a GPU would go on writing to the old ones."""
+    """Contract of the client: the daemon replaces pages of staging, and a GPU would keep writing to the old ones."""
     root, parts = Path(__file__).parents[2], ("cache_daemon", "clients/python", "kernels", "inference_svc")
     sources = [p for part in parts for p in (root / part).rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".cpp")]
     assert len(sources) > 300

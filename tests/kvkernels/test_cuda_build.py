@@ -152,7 +152,7 @@ def test_the_compiler_that_supports_an_architecture_is_found(tmp_path: Path, mon
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build the test doubles with")
 def test_a_compiler_gets_the_builtins_of_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA 13's library needs them and does not look beside itself."""
+    """CUDA 13's library needs its builtins, and does not search its own folder for them."""
     folder, headers = tmp_path / "cu99" / "lib", tmp_path / "cu99" / "include"
     folder.mkdir(parents=True)
     headers.mkdir()

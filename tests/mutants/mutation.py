@@ -85,6 +85,6 @@ def declared(folder: Path = FOLDER) -> list[Mutation]:
 
 
 def chosen(mutations: Iterable[Mutation], words: Iterable[str]) -> list[Mutation]:
-    """Those of an area or a file, or with names that begin with one of the words; all where there are none."""
+    """Return the mutations of an area or a file, or with names that begin with one of the words; all without words."""
     words = tuple(words)
     return [m for m in mutations if not words or m.area in words or m.name.startswith(words) or m.file in words]

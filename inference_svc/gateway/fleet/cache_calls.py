@@ -39,10 +39,10 @@ class CacheCalls:
         self._keys, self._calls = keys, calls
 
     async def everywhere(self, request: Request) -> Response:
-        """Send a call to every node that serves its model, since any of them may have such chunks.
+        """Send a call to every node that serves the model; any of them may have the chunks.
 
-        Returns the sum of the nodes' numbers, or a refusal. Raises UnknownModel, and Unavailable when a node does not
-        answer: the call can be sent again, and counts only what is left.
+        Returns the sum of the nodes' numbers, or a refusal. Raises UnknownModel. Raises Unavailable if a node does
+        not answer; a repeated call counts only the remaining chunks.
         """
         asked, field = await self._read(request, request.url.path), _COUNTED[request.url.path]
         self._prefix_query.check_model(asked.model)
@@ -87,7 +87,7 @@ class CacheCalls:
 
 
 def _count(answer: Response, field: str) -> int:
-    """Return the number in a node's answer. Raises Unavailable for an answer that no node gives."""
+    """Return the number in a node's answer. Raises Unavailable for an answer without that number."""
     try:
         return int(json.loads(bytes(answer.body))[field])
     except BAD_RESPONSE_ERRORS as error:

@@ -25,7 +25,10 @@ class NodeCalls:
         self._client, self._bodies, self._keys, self._seconds = client, bodies, keys, seconds
 
     def headers(self, request: Request) -> dict[str, str]:
-        """Return headers for a node. It takes the fleet's key for an operator's, so it is told about a guest."""
+        """Return headers for a node.
+
+        A node treats the fleet's key as an operator's, so a header marks a guest's request.
+        """
         sent = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
         return sent if self._keys.is_operator(request.scope) else sent | {GUEST_HEADER: "1"}
 

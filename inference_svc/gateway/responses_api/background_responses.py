@@ -34,7 +34,7 @@ class BackgroundResponses:
         self._running: dict[str, _Running] = {}
 
     def check_capacity(self, tenant: Hashable) -> None:
-        """Raise Overloaded when a tenant, or all together, have as many running as they may."""
+        """Raise Overloaded if a tenant, or all tenants together, run the maximum number of responses."""
         by_tenant = Counter(one.tenant for one in self._running.values())
         if by_tenant[tenant] >= _MAX_RUNNING_PER_TENANT or by_tenant.total() >= _MAX_RUNNING:
             raise Overloaded(

@@ -1,7 +1,7 @@
 """Device slots: layers are copied from pinned memory into a ring of device memory before they are needed.
 
-A copy stream fills slots while the engine's stream computes. Two events order both: ``ready`` of a copy, which the
-layer's computation waits for, and ``free`` of the computation, which the slot's next copy waits for. The host waits for
+A copy stream fills slots while the engine's stream computes. Two events order the streams: a layer's computation
+waits for the copy's ``ready``, and the next copy into the slot waits for the computation's ``free``. The host waits for
 neither. After the last layer come the first ones again, so that the next step finds them in their slots.
 """
 
@@ -33,8 +33,8 @@ class _Slot:
 class DeviceSlots:
     """Pieces of weights in device memory ``slots``, copied from ``pieces``. For one computing thread.
 
-    Works as ``ReadAhead``: the pieces acquired at one time must leave a slot free. ``poison`` overwrites every slot
-    behind its last use; its piece is then copied again.
+    Works as ``ReadAhead``: pieces acquired at one time must be fewer than the slots; ``poison`` overwrites a slot after
+    its last use, and the piece is then copied again.
     """
 
     def __init__(self, device: Device, pieces: PinnedPieces, slots: Sequence[Tensor], poison: bool = False) -> None:

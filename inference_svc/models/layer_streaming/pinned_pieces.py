@@ -1,6 +1,6 @@
 """Pinned pieces: weights in page-locked host memory, from which a device copies them.
 
-All of them, or as many as a ring holds, which a thread fills from the layer file.
+Either all streamed weights stay pinned, or a thread fills a pinned ring from the layer file.
 """
 
 from __future__ import annotations

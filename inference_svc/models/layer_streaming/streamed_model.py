@@ -163,8 +163,8 @@ def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOpti
 def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions, free: int) -> bool:
     """True if the model does not fit into ``free`` bytes at ``width`` bits, and streaming helps.
 
-    If streaming would not help, a model whose weights fit is loaded, because the system commits the pool only as it is
-    used. Raises ConfigurationError if the weights do not fit either, before any file is written.
+    If streaming would not help, the loader still loads a model whose weights fit: the system commits pool pages only on
+    use. Raises ConfigurationError if the weights do not fit either, before any file is written.
     """
     found, asked = estimate_sizes(recipe), with_copy(recipe, asked)
     # Weights that are quantized at loading first occupy memory unquantized, all at once.

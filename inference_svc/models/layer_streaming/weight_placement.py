@@ -1,4 +1,4 @@
-"""Weight placements: where a streamed model's weights are when a layer computes, in host or device memory."""
+"""Weight placements: host or device memory for a streamed model's weights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class HostPlacement:
 class DevicePlacement:
     """Weights in device memory; slots are filled from pinned host memory.
 
-    The host pins all streamed weights, or, where its memory is too short for them, a ring that the file fills.
+    The host pins all streamed weights if they fit, else a ring that a thread fills from the file.
     """
 
     def __init__(self, device: Device) -> None:

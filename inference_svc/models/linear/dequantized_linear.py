@@ -1,7 +1,7 @@
 """Linear layers on a device with 4-bit or 8-bit weights, which are widened for each product.
 
-For weights that a device streams: they cross the link at their width, which takes longer than widening them in the
-device's memory.
+For weights that a device streams. Weights cross the link packed; widening them in device memory takes less time than
+that copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers of which each rank has a part: row-parallel products, vocabulary-parallel embedding and head.
+"""Layers divided among ranks: row-parallel products, vocabulary-parallel embedding and head.
 
 Each wraps the rank's own layer, which may be of any kind, and adds the collective that makes its result whole.
 """

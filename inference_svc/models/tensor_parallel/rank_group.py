@@ -24,7 +24,8 @@ class RankGroup:
     def __init__(self, rank: int, size: int, device: torch.device, store: Path, timeout_seconds: float) -> None:
         """Waits until all ranks are here. ``store`` is a file that only these ranks use.
 
-        Raises Unavailable after ``timeout_seconds``; so does every collective, and as soon as a rank has ended.
+        Raises Unavailable after ``timeout_seconds``. Every collective raises Unavailable after that time, too, and
+        as soon as a rank ends.
         """
         self.rank, self.size, self.device = rank, size, device
         timeout = timedelta(seconds=timeout_seconds)

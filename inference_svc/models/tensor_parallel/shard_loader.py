@@ -71,7 +71,7 @@ def _set_slices(model: Any, plan: ShardPlan, read: _Read, shape_of: Callable[[st
 
 
 def _set_slice(model: Any, plan: ShardPlan, name: str, read: _Read, shape: tuple[int, ...]) -> None:
-    """Gives a module its part of a parameter of this ``shape``."""
+    """Set this rank's part of a parameter; ``shape`` is that of the whole one."""
     found = plan.slices_of(name, shape)
     dim, parts = found or (0, [(0, shape[0])])
     weight = read(name, dim, parts)

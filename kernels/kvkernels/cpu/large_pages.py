@@ -39,7 +39,7 @@ def allocate(size_bytes: int) -> Tensor:
 
 
 def collapse(memory: Tensor) -> None:
-    """Move written memory to large pages where it is not in them, if the system can. Keeps the contents."""
+    """Move written memory to large pages, where it is not there yet, if the system can. Keeps the contents."""
     for at in range(0, memory.nbytes, _COLLAPSE_STEP):
         if not _advise(memory.data_ptr() + at, min(_COLLAPSE_STEP, memory.nbytes - at), _COLLAPSE):
             return

@@ -1,8 +1,8 @@
 """Chunk transfer: payloads between host memory and a device, by the copy engine and a pinned ring.
 
 The kernels read and write payloads only in device memory. The pinned memory belongs to this process alone.
-Page-locking the daemon's arena or staging would be wrong: a device keeps the pages of the moment of page-locking, and
-the daemon replaces pages of idle staging, so a device would write to pages that no process sees.
+Page-locking the daemon's arena or staging would corrupt chunks: the device keeps the locked pages, while the daemon
+replaces those of idle staging.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class _Part:
 
 
 class _Lane:
-    """Streams and banks of one transfer at a time."""
+    """Streams and buffers of one transfer at a time.
+
+    A transfer holds one lane while it runs. A bank is a buffer of the lane, in pinned and in device memory.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device, self.copies, self.kernels = device, device.stream(), device.stream()

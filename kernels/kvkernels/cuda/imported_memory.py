@@ -34,7 +34,10 @@ def unregister_range(address: int, unmap: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def in_use() -> Iterator[None]:
-    """Keep all ranges mapped during the block, in which the caller synchronizes. Several threads may."""
+    """Keep all ranges mapped during the block. The caller synchronizes the device before the block ends.
+
+    Thread-safe.
+    """
     global _num_uses
     with _changed:
         _num_uses += 1
@@ -47,7 +50,7 @@ def in_use() -> Iterator[None]:
 
 
 def checked_address(payload: DeviceBytes) -> int:
-    """Return a payload's address, within ``in_use``. Raises ValueError if its range is not registered."""
+    """Return a payload's address. Call only inside ``in_use``. Raises ValueError if its range is not registered."""
     return _found(payload)[0]
 
 

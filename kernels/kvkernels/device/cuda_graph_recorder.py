@@ -61,7 +61,7 @@ class CudaGraphRecorder:
         return out
 
     def _end_allocation(self) -> None:
-        """End the allocator's use of the graphs' memory, which a failed capture leaves on."""
+        """Take the allocator out of the graphs' pool, where a failed capture leaves it."""
         end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with contextlib.suppress(RuntimeError):  # the capture had ended it

@@ -32,7 +32,7 @@ class Event(Protocol):
     """Point in a stream's work. It may be recorded again; waiting for an event that was not recorded is an error."""
 
     def record(self, stream: Stream) -> None:
-        """Move the event behind the stream's work enqueued so far."""
+        """Record the event after the work enqueued so far."""
         ...
 
     def query(self) -> bool:
@@ -57,7 +57,7 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Start later work of this stream after the event. Does not block the calling thread."""
+        """Make later work of this stream wait for the event. Does not block the calling thread."""
         ...
 
     def wait_stream(self, other: Stream) -> None:

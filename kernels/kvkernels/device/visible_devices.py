@@ -29,7 +29,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def is_device(device: torch.device) -> bool:
-    """Return whether a device has a port, which a CPU has not."""
+    """Return True if a device has a port (a CPU has none)."""
     return device.type in _makers
 
 

@@ -1,4 +1,4 @@
-"""The tenants file: what it says, and what is refused in it."""
+"""The tenants file: valid and refused content."""
 
 from __future__ import annotations
 

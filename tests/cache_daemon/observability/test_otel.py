@@ -1,4 +1,4 @@
-"""OpenTelemetry: spans and metrics, and nothing at all where nobody wants them."""
+"""OpenTelemetry: spans and metrics if an endpoint is set, else nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIRST = [1, 2, 3, 4]
 
 @dataclass
 class Traced:
-    """A service in this process, its channel, and what its telemetry has."""
+    """A service in this process, its channel and its telemetry."""
 
     bench: Bench
     stub: Any

@@ -35,7 +35,7 @@ def test_one_caller_leaves_room_for_others_and_all_for_the_private_socket() -> N
         with pytest.raises(LimitExceeded, match="8 open Store calls"), streams.one("Store", SHARE, None):
             pass
     with streams.one("Store", SHARE, GUEST):
-        """What has ended counts no more."""
+        """Ended calls no longer count."""
 
 
 def test_large_requests_of_one_caller_have_a_budget() -> None:
@@ -46,4 +46,4 @@ def test_large_requests_of_one_caller_have_a_budget() -> None:
         with large.one(40, GUEST), large.one(100, ALICE):
             """Another's requests are not the caller's."""
     with large.one(100, GUEST):
-        """What has ended counts no more."""
+        """Ended calls no longer count."""

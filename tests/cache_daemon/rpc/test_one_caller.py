@@ -1,4 +1,4 @@
-"""One caller, at a door of others than the owner, cannot stop or starve a real daemon."""
+"""One caller at the shared socket cannot stop or starve a real daemon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDE = Geometry(16, 4, 128, DATA_TYPE_FLOAT32, 16)  # 64 KiB a token
 
 
 class Guest:
-    """A caller at the shared socket, with what it holds open."""
+    """A caller at the shared socket, and its open calls."""
 
     def __init__(self, socket: Path) -> None:
         self.channel = grpc.insecure_channel(
@@ -45,7 +45,7 @@ class Guest:
         return bytes(self.channel.unary_unary(path, None, None)(body, timeout=30))
 
     def attach(self, name: str = "guest") -> tuple[Any, queue.SimpleQueue[Any]]:
-        """A session's stream, and where its messages go."""
+        """Return a session's stream, and the queue of messages to send."""
         return self.welcomed(name)[1:]
 
     def welcomed(self, name: str = "guest") -> tuple[pb.Welcome, Any, queue.SimpleQueue[Any]]:
@@ -63,7 +63,7 @@ class Guest:
         return next(call).welcome, call, said
 
     def begin_store(self, number: int, tokens: int, sent: int = 0) -> Any:
-        """A Store call that goes no further than so many MiB."""
+        """Begin a Store call that stays open after ``sent`` MiB."""
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._open.append(said)
         header = new_header(WIDE, [number * 1000 + n for n in range(tokens)], 0)

@@ -1,4 +1,4 @@
-"""Every limit on what can be asked for is refused by its name."""
+"""A request beyond any limit is refused with the limit's name."""
 
 from __future__ import annotations
 

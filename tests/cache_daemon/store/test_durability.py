@@ -77,7 +77,7 @@ def test_what_was_deleted_stays_so_when_the_daemon_is_killed_at_once(start: Call
 
 
 def test_a_killed_daemon_leaves_no_memory_behind_even_if_a_hung_worker_maps_it(start: Callable[..., Node]) -> None:
-    """It was a file in /dev/shm once; with a small /dev/shm and a hung worker the next daemon had no room."""
+    """The memory was once a file in /dev/shm; with a small /dev/shm and a hung worker, the next daemon had no room."""
     node = start()
     before = set(Path("/dev/shm").iterdir())
     hung = Peer(node, heartbeats=False)
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_a_miss_and_the_entry_goes(start: Callable[..., Node]) 
 
 
 def test_a_truncated_store_is_mended_at_the_start_and_serves(start: Callable[..., Node]) -> None:
-    """It was SIGBUS at every start, for ever."""
+    """Such a store once ended every start with SIGBUS."""
     node = start(compression="none")
     stored = fill(node, 60)
     node.kill("daemon")

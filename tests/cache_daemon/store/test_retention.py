@@ -159,7 +159,7 @@ async def test_a_tenants_own_ttl_wins_over_a_retention() -> None:
 
 
 async def test_a_retention_survives_a_restart_and_ends_then() -> None:
-    """It lasts as long as promised, at most a quarter longer, also if a shorter TTL was written before."""
+    """The retention lasts as long as promised, at most a quarter longer, also after an earlier, shorter TTL."""
     disk, clock = MemoryTier(), FakeClock()
     async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT, tier=disk, clock=clock) as bench:
         first = await put(bench, [1, 2], PromptHints(expires_at=clock.now + 60))

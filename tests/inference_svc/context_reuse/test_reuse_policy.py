@@ -1,4 +1,4 @@
-"""When text is reused elsewhere, and by which repair."""
+"""Conditions and repair method of approximate reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that cannot go on says so to everybody, and a worker ends with it."""
+"""An engine that cannot continue fails all requests, and its worker exits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_whatever_leaves_the_loop_is_told_to_everybody(monkeypatch: pytest.Monke
 
 
 def test_what_is_asked_of_a_stopping_engine_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letters that no step will read: a request and work between steps."""
+    """Messages that no step will read: a request and work between steps."""
     engine = small_engine(4096)
     entered, go_on = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Who is an operator where there is no key: the kernel says whose process asks."""
+"""Without keys, the kernel's user id of the sender decides who is an operator."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_another_name_is_a_guests(scope: dict[str, Any], host: bytes) -> None:
 
 
 def test_a_connection_that_its_process_has_left_is_nobodys() -> None:
-    """Its socket is root's then."""
+    """The socket then belongs to root."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         with listener.accept()[0] as here:

@@ -20,7 +20,7 @@ PIN, UNPIN = "/kvsidecar/v1/pin", "/kvsidecar/v1/unpin"
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Node]:
-    """A node whose store is soon full, and whose worker forgets: what is cached comes from the daemon."""
+    """A node with a small store, whose worker keeps no sequences: all cached tokens come from the daemon."""
     flags = {"resident_sequences": 0}
     with Node("demo", arena_bytes="32MiB", store_bytes="16MiB", pool_bytes="32MiB", worker_flags=flags) as node:
         yield node
@@ -39,7 +39,7 @@ def post(gateway: Gateway, path: str, key: str = "", **body: Any) -> httpx.Respo
 
 
 def pinned(node: Node, salt: str) -> list[bool]:
-    """Whether each of a tenant's chunks is pinned, in the order of their positions."""
+    """Return True for each pinned chunk of a tenant, else False, in the order of positions."""
     namespace = node.client(0).model().namespace
     with node.cache_channel() as channel:
         request = cache_pb2.ListRequest(namespace=namespace, tenant_salt=salt.encode(), page_size=1000)
@@ -48,7 +48,7 @@ def pinned(node: Node, salt: str) -> list[bool]:
 
 
 def flood(gateway: Gateway, node: Node, name: str) -> None:
-    """Use more than the store has."""
+    """Store prompts until the store evicts chunks."""
     for i in range(200):
         answer = post(gateway, "/kvsidecar/v1/warm", prompt=f"{name} {i} " + WORDS * 25, cache_salt="flood")
         assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""/v1/responses with the official client: text, calls, streams, and conversations that go on."""
+"""/v1/responses with the official client: text, calls, streams and continued conversations."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_beyond_the_limit_of_all_the_largest_tenant_loses() -> None:
 
 
 def test_what_is_kept_weighs_in_memory_what_it_is_counted_as() -> None:
-    """As objects of Python these would be many times their JSON."""
+    """As Python objects, the stored responses would take many times the memory of their JSON."""
     memory, numbers = ConversationStore(), list(range(300))
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""What vLLM's clients send and OpenAI's do not: roles and members of their own, named tokens, SageMaker's paths."""
+"""Requests that only vLLM's clients send: roles and members of their own, named tokens, SageMaker's paths."""
 
 from __future__ import annotations
 

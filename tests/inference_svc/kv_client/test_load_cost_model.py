@@ -1,4 +1,4 @@
-"""Whether loading pays."""
+"""Decision between loading and computing."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_what_a_window_has_left_is_not_read(
 def test_torch_serves_where_it_is_faster(
     emulated: Emulated, monkeypatch: pytest.MonkeyPatch, torch_is_faster: bool
 ) -> None:
-    """Times are planted: on a busy machine even an emulator may seem to be faster."""
+    """The test sets the times: on a busy machine, even an emulator may seem to be faster."""
     pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
     before, now = pool.free_pages, [0.0]
 
@@ -134,7 +134,7 @@ def test_torch_serves_where_it_is_faster(
 
 
 def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the start of the worker."""
+    """Such a kernel once ended the start of the worker."""
     pool, now = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu")), [0.0]
 
     class SmallCard:

@@ -1,6 +1,6 @@
 """Recorded decode steps give the logits of steps that run one by one, and hold nothing that a device could not record.
 
-Our kernels run by the emulator; a recorder of the test's stands for the device's.
+The emulator runs our kernels; a recorder of the test replaces the device's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.kvkernels.emulated.conftest import Emulated, library
 
 
 class Recordable(TorchDispatchMode):
-    """Refuses what waits for the device, or copies from memory that is gone when a recording is replayed."""
+    """Refuses operations that wait for the device, or copy from memory that is freed before a replay."""
 
     REFUSED = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal")
 
@@ -150,7 +150,7 @@ class NoText:
 
 
 def generated(model: LoadedModel, kernels: Emulated) -> list[list[int]]:
-    """What an engine answers to three prompts at once."""
+    """Return an engine's tokens for three simultaneous prompts."""
     pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device)
     pool.native = CudaAttention(kernels)
     engine, done = Engine(model, pool, NullKVConnector()), threading.Semaphore(0)

@@ -268,7 +268,7 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
 
 
 class GpuOnCpu(str):
-    """The name of a device that computes on the CPU, and says that it is a GPU."""
+    """Name of a device that computes on the CPU, with the type of a GPU."""
 
     __slots__ = ()
     type = "cuda"

@@ -32,7 +32,7 @@ class JumpingClock:
         self.settings = {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(self._file)}
 
     def set(self, seconds: int) -> None:
-        """Move the clock by so much from the right time."""
+        """Set the clock to ``seconds`` after the right time."""
         data = seconds.to_bytes(8, "little", signed=True)
         with self._file.open("r+b" if self._file.exists() else "wb") as file:
             file.write(data)

@@ -1,6 +1,6 @@
-"""What ``kvsidecar serve`` refuses before it starts anything, and what it hands on to its processes.
+"""Settings that ``kvsidecar serve`` refuses before it starts a process, and settings that it passes to its processes.
 
-Nothing is started here: ``serve`` is called in this process, and ends or would have started children.
+The tests start no process: they call ``serve`` in this one, where it ends before it would start children.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from inference_svc.server.worker_config import WorkerConfig
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs ``serve`` with flags; what it says on stderr. Its exit code must be 2."""
+    """Function that runs ``serve`` with flags and returns its stderr. The exit code must be 2."""
     tmp_path.chmod(0o700)
     for name in [n for n in os.environ if n.startswith("KVSIDECAR_")]:
         monkeypatch.delenv(name)
@@ -323,7 +323,7 @@ def test_every_worker_gets_a_port_for_metrics_of_its_own(children: Any, monkeypa
 
 
 def test_gpus_are_given_to_workers_in_turn(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each worker sees its own GPU only, so that nothing of it can run on another one."""
+    """Each worker sees its own GPU only, so that none of its work can run on another one."""
     monkeypatch.setattr(supervisor, "cuda_devices", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     first, second, gateway = children("demo", "--devices", "0,1")

@@ -1,4 +1,4 @@
-"""Bad input gets one clear sentence with the right status, and disturbs nobody."""
+"""Bad input gets one clear sentence with the right status, and affects no other request."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def config(folder: Path, **settings: float) -> WorkerConfig:
 
 
 def test_a_rank_that_does_not_come_up(tmp_path: Path) -> None:
-    """Its imports alone take longer."""
+    """The imports of a rank alone take longer than the timeout."""
     with pytest.raises(Unavailable, match="rank 1 of 2 did not start within 1 s"):
         build_runtime(config(tmp_path, rank_timeout_seconds=1.0))
     assert left_behind() == []

@@ -77,7 +77,7 @@ class AccessOrder:
         self._accesses[block] = [*kept, new]
 
     def last_unordered(self, block: int, actor: str) -> Access | None:
-        """Return an access of a block that an actor's present is not ordered after."""
+        """Return an access of a block that is not ordered before the actor's current work."""
         mine = self._clocks[actor]
         return next((a for a in self._accesses[block] if mine.get(a.actor, 0) < a.time), None)
 

@@ -26,7 +26,7 @@ _POLLS_UNTIL_DONE = 3  # late work is done after an event was asked for this oft
 
 
 class Schedule(enum.Enum):
-    """When enqueued work runs."""
+    """Schedule of enqueued work."""
 
     EAGER = "at once"
     DELAYED = "after random times"

@@ -214,7 +214,7 @@ def _flops(name: str, leaves: list[SimulatedTensor]) -> float:
 
 
 class _Module:
-    """What torch asks a device's module: ``torch.sim``."""
+    """Device module that torch needs: ``torch.sim``."""
 
     def is_initialized(self) -> bool:
         return True

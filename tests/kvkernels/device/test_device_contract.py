@@ -17,7 +17,7 @@ SIZE = 3 << 20
 
 
 def numbers(device: Device, seed: int = 0, size: int = SIZE) -> Tensor:
-    """Pinned memory with numbers."""
+    """Return pinned memory with random bytes."""
     memory = device.pinned(size)
     device.check_host_access(memory, write=True)
     memory.random_(0, 256, generator=torch.Generator().manual_seed(seed))
@@ -25,7 +25,7 @@ def numbers(device: Device, seed: int = 0, size: int = SIZE) -> Tensor:
 
 
 def read(device: Device, memory: Tensor) -> Tensor:
-    """What pinned memory holds."""
+    """Return the bytes of pinned memory."""
     device.check_host_access(memory, write=False)
     return memory.clone()
 

@@ -28,7 +28,7 @@ class Params(ctypes.Structure):
 
 
 class NoKernels:
-    """Kernels that do nothing: what is checked is checked before a launch."""
+    """Kernels that do nothing: the simulated device checks a launch before the kernel runs."""
 
     def launch(self, *_: object) -> None:
         return
@@ -38,7 +38,7 @@ class NoKernels:
 
 
 class Setup:
-    """Two devices, and what most defects need."""
+    """Two devices, and the objects that most defects use."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.device, self.other = (SimulatedDevice(i, schedule=schedule) for i in range(2))
@@ -128,7 +128,7 @@ def pinned_memory_read_after_an_event_before_it(s: Setup) -> None:
 
 
 def announced_before_copied(s: Setup) -> None:
-    """The host is told that memory may be read out, and only then is anything copied there."""
+    """The device copies memory out before any work has written it."""
     s.b.copy(s.pinned, s.memory)
 
 

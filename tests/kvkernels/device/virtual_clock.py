@@ -67,7 +67,7 @@ class VirtualClock:
         return max(self._streams[stream], self.host)
 
     def wait(self, stream: str, until: float) -> None:
-        """Start the stream's later work at the earliest then."""
+        """Start the stream's later work at ``until`` or later."""
         self._streams[stream] = max(self._streams[stream], until)
 
     def host_waits(self, until: float) -> None:

@@ -48,7 +48,7 @@ class FakeDriver:
         self.reset(devices, shared_bytes)
 
     def reset(self, devices: int, shared_bytes: int) -> None:
-        """Forget everything, and have so many devices."""
+        """Reset all state, and set the number of devices."""
         self._c.fake_reset(devices, shared_bytes)
 
     def revive(self, ordinal: int = 0) -> None:

@@ -21,7 +21,7 @@ _MIN_LINK_BYTES_PER_SECOND = 8e6
 
 
 def transfer_timeout(size_bytes: int, timeout: float) -> float:
-    """Return the seconds that a transfer of ``size_bytes`` may take; ``timeout`` is for an empty one."""
+    """Return the seconds that a transfer of ``size_bytes`` may take; ``timeout`` is that of an empty transfer."""
     return timeout + size_bytes / _MIN_LINK_BYTES_PER_SECOND
 
 

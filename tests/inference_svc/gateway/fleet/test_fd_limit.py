@@ -1,4 +1,4 @@
-"""How many connections a fleet's gateway has at one time, and that it may have them."""
+"""Connections of a fleet's gateway, and the descriptor limit that allows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two nodes of real processes, and gateways of the fleet before them: who has read answers, whatever restarts."""
+"""Two nodes of real processes behind two gateways of the fleet: reuse and answers, also over restarts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Fleet:
     gone: list[Gateway] = field(default_factory=list)
 
     def served(self) -> list[int]:
-        """How many requests each node has had."""
+        """Return the number of requests of each node."""
         return [node.client().stats().requests for node in self.nodes]
 
     def restart(self, i: int) -> None:
-        """A node ends in order, and begins again at the same address."""
+        """Stop a node in order, and start it again at the same address."""
         gateway, node = self.gateways[i], self.nodes[i]
         gateway.close()
         for name in ("worker-0", "daemon"):
@@ -47,7 +47,7 @@ class Fleet:
         self.gateways[i] = of_node(node, *PATIENT, port=gateway.port)
 
     def restart_front(self, i: int) -> None:
-        """A gateway of the fleet ends in order, and another one begins at its address. Its client is still in use."""
+        """Stop a gateway of the fleet in order, and start another at its address. The old one's client stays in use."""
         old = self.fronts[i]
         old.process.terminate()
         assert old.process.wait(20) in (0, -15)
@@ -118,7 +118,7 @@ def test_the_next_turn_goes_to_the_node_that_is_warm_whichever_gateway_has_it(fl
 
 
 def test_the_answer_of_a_node_without_workers_comes_from_the_other_at_once(fleet: Fleet) -> None:
-    """Its gateway waits for nobody, because the fleet's tells it that another node is up."""
+    """The node's gateway waits for no worker, because the fleet's tells it that another node is up."""
     messages, options = talk("a ship"), {"max_tokens": 200}
     expected = ask(fleet.gateways[1], messages, **options).choices[0].message.content
     fleet.nodes[1].settle()
@@ -289,7 +289,7 @@ def test_a_reason_comes_from_the_node_that_answered(fleet: Fleet) -> None:
 
 
 def test_a_guest_of_the_fleet_is_no_operator_at_its_nodes(fleet: Fleet) -> None:
-    """The nodes take the fleet's gateway, a process of their own user, for an operator."""
+    """To the nodes, the fleet's gateway is an operator, because it is a process of their own user."""
     named = ",".join(gateway.url for gateway in fleet.gateways)
     front = Gateway(fleet.nodes[0], "--nodes", named, "--api-key", "guest", "--operator-key", "chief")
     try:

@@ -1,4 +1,4 @@
-"""What a fleet's gateway does with nodes that refuse, break off, hang, come and go."""
+"""Behavior of a fleet's gateway with nodes that refuse, break off, hang, come and go."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_a_node_that_hangs_is_given_up_and_its_prompts_go_elsewhere() -> N
 
 
 async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> None:
-    """The client goes in the moment in which the node's first words are there."""
+    """The client disconnects when the node's first bytes arrive."""
     removed, gone = asyncio.Event(), asyncio.Event()
 
     async def begins(writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Where streamed models' files lie while tests run, and what a model computes."""
+"""Folder of streamed models' files during tests, and results of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = list(range(10, 110))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of models of a module's own."""
+    """Folder of converted models for one test module."""
     folder, before = tmp_path_factory.mktemp("data"), os.environ.get("XDG_DATA_HOME")
     os.environ["XDG_DATA_HOME"] = str(folder)
     yield folder / "kvsidecar" / "models" / "converted"

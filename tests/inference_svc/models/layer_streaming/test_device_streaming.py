@@ -1,4 +1,4 @@
-"""Layers streamed to a device compute what resident ones do there, with every slot poisoned behind its last use."""
+"""Layers streamed to a device compute what resident ones do there, with every slot poisoned after its last use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODES = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    """A device that the loader accepts by its name; its work is done when somebody waits for it."""
+    """A device that the loader accepts by its name; its work runs only when a thread waits for it."""
     made = SimulatedDevice(schedule=Schedule.LATE)
     add_simulated_device(made)
     monkeypatch.setattr(loader, "pick_device", torch.device)

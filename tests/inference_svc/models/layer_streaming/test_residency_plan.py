@@ -1,4 +1,4 @@
-"""What stays in memory: numbers in, decisions out."""
+"""Residency plans from sizes and free memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_modes_by_name_are_taken_as_they_are_asked_for() -> None:
 def test_a_mode_by_name_that_does_not_fit_is_refused(
     wish: residency_plan.StreamingMode, weights: int, said: str
 ) -> None:
-    """A worker that a control group's limit kills says nothing."""
+    """The kernel kills a worker beyond a control group's limit without a message."""
     asked = StreamingOptions(wish, keep_first=3, slots=2, pool_bytes=9 * MIB)
     assert plan_residency(SIZES, free_for(weights * MIB, asked), asked).mode == wish
     with pytest.raises(ConfigurationError, match=said):
@@ -89,7 +89,7 @@ def test_a_mode_by_name_that_does_not_fit_is_refused(
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_tightest_control_group_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both versions, as the kernel shows them."""
+    """The test writes control groups of both versions, as the kernel shows them."""
     inner = (tmp_path if version == 2 else tmp_path / "memory") / "outer" / "inner"
     inner.mkdir(parents=True)
     names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
@@ -115,7 +115,7 @@ def test_what_is_allowed_counts_what_the_process_has() -> None:
 
 
 def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model whose weights fit, the pool may be short; of one that never fits, nothing is written out first."""
+    """If the weights fit, the pool may be short; if they never fit, the loader writes no file."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
 
     def load_with(free: int, pool_bytes: int) -> LoadedModel:
