@@ -22,9 +22,9 @@ from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import WriteBehindQueue
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.lookup import FetchHints
 from cache_daemon.store.prompt_hints import PromptHints
-from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.yield_timer import YieldTimer
 

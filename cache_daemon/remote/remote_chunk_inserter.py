@@ -19,7 +19,7 @@ from cache_daemon.remote.remote_record import InvalidRecord, RemoteRecord, decod
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
-from cache_daemon.store.sessions import LeaseGuard
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.yield_timer import YieldTimer
 

@@ -25,7 +25,7 @@ from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, Infligh
 from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter, consume_exception
 from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
-from cache_daemon.store.sessions import LeaseGuard
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 

@@ -29,7 +29,7 @@ from cache_daemon.remote.remote_record import encode_payload
 from cache_daemon.remote.remote_tier import EncodedChunk, RemoteTier
 from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.sessions import LeaseGuard
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 
 RemoteWrite = Literal["second-use", "all", "never"]

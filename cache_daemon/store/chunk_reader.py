@@ -11,8 +11,8 @@ from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_usage import ChunkUsage
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.lookup import Lookup
-from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
 

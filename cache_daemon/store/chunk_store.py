@@ -43,6 +43,7 @@ from cache_daemon.store.event_log import EventLog
 from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.index_restorer import IndexRestorer
 from cache_daemon.store.insertion import ChunkInserter
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.lookup import FetchHints, Lookup, MatchResult, TokenRanges
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
@@ -52,7 +53,7 @@ from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.reservations import Reservations
 from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
-from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
+from cache_daemon.store.sessions import Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
 from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.store_config import StoreConfig

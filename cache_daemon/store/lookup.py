@@ -22,11 +22,12 @@ from kvsidecar.errors import LimitExceeded, UnknownSession
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_usage import ChunkUsage
 from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.promoter import Promoter, is_readable
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
-from cache_daemon.store.sessions import LeaseGuard, Session
+from cache_daemon.store.sessions import Session
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 

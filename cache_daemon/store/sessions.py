@@ -1,11 +1,11 @@
-"""Sessions of attached workers, their leases and reservations."""
+"""Sessions of attached workers, with the leases and reservations that end with them."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -21,6 +21,7 @@ from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_usage import ChunkUsage, ExternalUsage
 from cache_daemon.store.counters import Counters
+from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 
@@ -29,58 +30,6 @@ _Handle = TypeVar("_Handle")
 LEASE_SECONDS = 60.0
 # Shares of the arena that all sessions without shared memory may lease, and those of one caller.
 _EXTERNAL_SHARE, _CALLER_SHARE = 0.5, 0.25
-
-
-class LeaseGuard:
-    """Keeps chunks' slots from being moved, reused or freed until ``release``.
-
-    ``on_released`` is called with every chunk whose last lease ended. ``usage`` counts the chunks of an external
-    caller.
-    """
-
-    def __init__(
-        self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None], usage: ChunkUsage | None = None
-    ) -> None:
-        self.chunks: list[Chunk] = []
-        self.acquired_at = time.monotonic()
-        self._on_released, self._usage = on_released, usage
-        self.add(chunks)
-
-    def __enter__(self) -> LeaseGuard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def add(self, chunks: Sequence[Chunk]) -> None:
-        """Lease more chunks."""
-        for chunk in chunks:
-            chunk.leases += 1
-            if self._usage is not None:
-                self._usage.add(chunk)
-        self.chunks.extend(chunks)
-
-    def retain_only(self, wanted: Sequence[Chunk]) -> None:
-        """Release all chunks but ``wanted``, which must be among the leased ones."""
-        if len(wanted) == len(self.chunks):
-            return
-        kept = set(map(id, wanted))
-        released = [c for c in self.chunks if id(c) not in kept]
-        self.chunks = [c for c in self.chunks if id(c) in kept]
-        self._release(released)
-
-    def release(self) -> None:
-        """Release all chunks. Idempotent."""
-        chunks, self.chunks = self.chunks, []
-        self._release(chunks)
-
-    def _release(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            chunk.leases -= 1
-            if self._usage is not None:
-                self._usage.add(chunk, -1)
-            if not chunk.leases:
-                self._on_released(chunk)
 
 
 @dataclass(eq=False, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from inference_svc.kv_pool.block_allocator import BlockAllocator, zero_runs
 from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, BlockTable
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
-from inference_svc.kv_pool.pool_memory import populate, zeros
+from inference_svc.kv_pool.zeroed_tensors import populate, zeros
 
 # Blocks behind a sliding window are freed in units of this many tokens: our kernels read keys in units of 64, and must
 # not read a freed key.

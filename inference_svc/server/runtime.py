@@ -40,14 +40,13 @@ from inference_svc.request.request_builder import RequestBuilder, RequestDefault
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.idle_verification import IdleVerification
+from inference_svc.server.pool_builder import build_pool, new_pool
 from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_model import (
     PROBED_ROWS,
-    build_pool,
     daemon_connection,
     load_model,
-    new_pool,
     prepare_model,
     probe_numerics,
     reuse_policy,

@@ -23,9 +23,9 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel, quiet_transformers
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.server.daemon_address import daemon_address
+from inference_svc.server.pool_builder import build_pool
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_model import (
-    build_pool,
     daemon_connection,
     load_model,
     prepare_model,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kvsidecar.errors import ConfigurationError
 
-from inference_svc.kv_pool import pool_memory
+from inference_svc.kv_pool import zeroed_tensors
 from inference_svc.kv_pool.kv_pool import KVPool
 
 _MIB = 1 << 20
@@ -29,8 +29,8 @@ def resident(tensor: torch.Tensor) -> float:
 @pytest.fixture
 def large() -> torch.Tensor:
     """More than is made at once."""
-    tensor = pool_memory.zeros((2, 40 * _MIB // 4), torch.float32)
-    if pool_memory.populate([tensor[0, :1]]) is None and resident(tensor) > 0.5:
+    tensor = zeroed_tensors.zeros((2, 40 * _MIB // 4), torch.float32)
+    if zeroed_tensors.populate([tensor[0, :1]]) is None and resident(tensor) > 0.5:
         pytest.skip("this system makes more pages than it is asked for")
     return tensor
 
@@ -38,7 +38,7 @@ def large() -> torch.Tensor:
 def test_pages_are_made_beside_others_and_keep_what_is_written_meanwhile(large: torch.Tensor) -> None:
     assert resident(large) < 0.5
     large[1, -5:] = 7.0
-    thread = pool_memory.populate([large[0], large[1]])
+    thread = zeroed_tensors.populate([large[0], large[1]])
     large[0, :5] = 3.0
     if thread is not None:
         thread.join(60)
@@ -64,11 +64,11 @@ def test_where_the_system_cannot_make_them_they_are_written(
             ctypes.set_errno(errno.EINVAL)
             return -1
 
-    monkeypatch.setattr(pool_memory, "_libc", Old)
-    assert pool_memory.populate([large]) is None
+    monkeypatch.setattr(zeroed_tensors, "_libc", Old)
+    assert zeroed_tensors.populate([large]) is None
     assert resident(large) == 1.0
 
 
 def test_a_pool_that_no_machine_has_memory_for_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match=r"has no .* for half of the pool: .*; lower --pool-bytes"):
-        pool_memory.zeros((1 << 20, 1 << 26), torch.float32)
+        zeroed_tensors.zeros((1 << 20, 1 << 26), torch.float32)

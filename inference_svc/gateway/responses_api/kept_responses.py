@@ -41,7 +41,7 @@ class ItemsBody(BodyModel):
     items: Annotated[list[Item], FIRST_ERROR, TextAlone] = Field(min_length=1)
 
 
-class ResponsesRoutes:
+class KeptResponses:
     """Handlers of the responses and conversations that the gateway keeps for each tenant."""
 
     def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:

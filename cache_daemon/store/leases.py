@@ -1,0 +1,61 @@
+"""Leases: chunks that are read are neither moved nor freed until they are released."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_usage import ChunkUsage
+
+
+class LeaseGuard:
+    """Keeps chunks' slots from being moved, reused or freed until ``release``.
+
+    ``on_released`` is called with every chunk whose last lease ended. ``usage`` counts the chunks of an external
+    caller.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None], usage: ChunkUsage | None = None
+    ) -> None:
+        self.chunks: list[Chunk] = []
+        self.acquired_at = time.monotonic()
+        self._on_released, self._usage = on_released, usage
+        self.add(chunks)
+
+    def __enter__(self) -> LeaseGuard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Lease more chunks."""
+        for chunk in chunks:
+            chunk.leases += 1
+            if self._usage is not None:
+                self._usage.add(chunk)
+        self.chunks.extend(chunks)
+
+    def retain_only(self, wanted: Sequence[Chunk]) -> None:
+        """Release all chunks but ``wanted``, which must be among the leased ones."""
+        if len(wanted) == len(self.chunks):
+            return
+        kept = set(map(id, wanted))
+        released = [c for c in self.chunks if id(c) not in kept]
+        self.chunks = [c for c in self.chunks if id(c) in kept]
+        self._release(released)
+
+    def release(self) -> None:
+        """Release all chunks. Idempotent."""
+        chunks, self.chunks = self.chunks, []
+        self._release(chunks)
+
+    def _release(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.leases -= 1
+            if self._usage is not None:
+                self._usage.add(chunk, -1)
+            if not chunk.leases:
+                self._on_released(chunk)

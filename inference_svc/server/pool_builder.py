@@ -1,0 +1,51 @@
+"""Pool builder: the size of a worker's KV pool, and the pool."""
+
+from __future__ import annotations
+
+import structlog
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.errors import ConfigurationError
+
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
+from inference_svc.models.loader import LoadedModel
+from inference_svc.server.overflow_dir import open_overflow
+from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.tensor_parallel.parallel_decoder import ParallelKVPool
+from inference_svc.tensor_parallel.rank_processes import RankProcesses
+
+log = structlog.get_logger("worker")
+
+
+def build_pool(config: WorkerConfig, loaded: LoadedModel, ranks: RankProcesses | None = None) -> KVPool:
+    """Build the KV pool. All ranks of a worker get the same number of blocks, of ``pool_bytes`` together."""
+    shard = loaded.shard
+    kv_heads = loaded.kv_heads if shard is None else max(shard.all_kv_heads, shard.size)
+    per_token = KVPool.bytes_per_token(loaded.layers, kv_heads, loaded.head_dim, loaded.dtype)
+    tokens = config.pool_bytes // per_token
+    if tokens < 4 * PAGE_TOKENS:
+        raise ConfigurationError(
+            f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
+            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
+        )
+    # A full batch of the longest sequences uses no more tokens than this.
+    tokens = min(tokens, config.batch_sequences * loaded.context_length)
+    return new_pool(loaded, tokens, open_overflow(config, loaded, tokens) if shard is None else None, ranks)
+
+
+def new_pool(
+    loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None, ranks: RankProcesses | None = None
+) -> KVPool:
+    """Build a pool of ``tokens`` tokens, with the attention kernels of its device."""
+    shape, windows = (loaded.layers, loaded.kv_heads, loaded.head_dim), loaded.windows
+    if ranks is None:
+        pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
+    else:
+        pool = ParallelKVPool(ranks, *shape, tokens, loaded.dtype, loaded.device, windows)
+    kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
+    if kernels is not None:
+        pool.native = select_cuda_attention(pool, kernels, loaded.heads)
+        log.info("native attention kernels are used where they are faster", kinds=sorted(pool.native.kinds))
+    return pool
