@@ -129,9 +129,9 @@ def test_a_model_answers_from_its_codes_as_from_its_values(tmp_path: Path, case:
     products = [m for n, m in loaded.model.named_modules() if n.endswith(("_proj", "lm_head"))]
     assert {type(m) for m in products} == {QuantizedLinear}
     error = (logits(loaded) - want).norm() / want.norm()
-    assert error < 0.03, f"{error:.4f}"
     values = logits(load(str(file), device="cpu", dtype=dtype, weights=16))
-    assert error > (values - want).norm() / want.norm(), "rounding rows to bytes costs something"
+    rounding = (values - want).norm() / want.norm()  # of the dtype
+    assert rounding < error < rounding + 0.03, f"{error:.4f}: rounding rows to bytes costs something"
 
 
 def test_streamed_layers_give_the_bits_of_resident_ones(tmp_path: Path) -> None:

@@ -40,15 +40,17 @@ def logits(loaded: LoadedModel) -> Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
     want = logits(load("demo", device="cpu", dtype="float32"))
-    identities = {load("demo", device="cpu", dtype=dtype).weights}
-    for bits, bound in ((8, 0.05), (4, 0.4)):  # rounding to bfloat16 alone costs .045
+    whole = load("demo", device="cpu", dtype=dtype)
+    identities = {whole.weights}
+    rounding = (logits(whole).float() - want).norm()  # of bfloat16: .029 to .045 of the norm, by the CPU
+    for bits, bound in ((8, 0.04), (4, 0.4)):
         loaded = load("demo", device="cpu", dtype=dtype, weights=bits)
         layers = {name: m for name, m in loaded.model.named_modules() if isinstance(m, QuantizedLinear)}
         assert len(layers) == 7 * loaded.layers + 1
         assert {m.quantized.bits for name, m in layers.items() if name != "lm_head"} == {bits}
         assert layers["lm_head"].quantized.bits == 8
         assert fused_layer_weights.can_fuse_model(loaded.model)
-        assert (logits(loaded).float() - want).norm() < bound * want.norm()
+        assert (logits(loaded).float() - want).norm() < rounding + bound * want.norm()
         identities.add(loaded.weights)
     assert len(identities) == 3, "their keys and values are not each other's"
 

@@ -234,6 +234,13 @@ class _Module:
     def manual_seed_all(self, seed: int) -> None:
         return
 
+    def get_rng_state(self, device: object = None) -> Tensor:
+        """Return an empty state: the device draws no random numbers. Torch's checks of operators save the state."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None:
+        return
+
 
 @cache
 def _backend() -> torch.library.Library:

@@ -8,8 +8,7 @@ import pytest
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.process import free_memory
 
-from inference_svc.models import loader
-from inference_svc.models.layer_streaming import residency_plan, streamed_model
+from inference_svc.models.layer_streaming import residency_plan, weight_placement
 from inference_svc.models.layer_streaming.residency_plan import (
     StreamedPart,
     StreamingOptions,
@@ -119,8 +118,7 @@ def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
 
     def load_with(free: int, pool_bytes: int) -> LoadedModel:
-        for module in (loader, streamed_model):
-            monkeypatch.setattr(module, "free_bytes", lambda allowed=0: free)
+        monkeypatch.setattr(weight_placement, "free_bytes", lambda allowed=0: free)
         return load("demo", device="cpu", dtype="float32", stream=StreamingOptions("auto", pool_bytes=pool_bytes))
 
     weights = sum(p.numel() * 4 for p in load("demo", dtype="float32").model.parameters())

@@ -63,18 +63,16 @@ def test_the_copy_is_counted_before_it_is_decided_what_stays() -> None:
     assert streamed_model.with_copy(recipe, found) == found
 
 
-def test_what_fits_only_without_the_copy_is_streamed_with_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_only_without_the_copy_is_streamed_with_it(home: Path) -> None:
     recipe = recipe_of_shape("shape:qwen2.5-0.5b", torch.float32, 16)
     asked, whole = StreamingOptions("auto", pool_bytes=1 << 20), estimate_sizes(recipe)
     free = max(whole.kept, whole.dense) + reserved_bytes(asked) + (1 << 20)
-    monkeypatch.setattr(streamed_model, "free_bytes", lambda allowed: free)
-    assert not streamed_model.streaming_needed(recipe, 16, asked)
-    assert streamed_model.streaming_needed(recipe, 16, replace(asked, copy_bits=4))
+    assert not streamed_model.streaming_needed(recipe, 16, asked, free)
+    assert streamed_model.streaming_needed(recipe, 16, replace(asked, copy_bits=4), free)
     # Where not even that fits, it says so.
     small = estimate_sizes(replace(recipe, bits=4)).sizes.all
-    monkeypatch.setattr(streamed_model, "free_bytes", lambda allowed: small)
     with pytest.raises(ConfigurationError, match="of adapters and draft"):
-        streamed_model.streaming_needed(recipe, 16, replace(asked, copy_bits=4))
+        streamed_model.streaming_needed(recipe, 16, replace(asked, copy_bits=4), small)
 
 
 def test_a_copy_of_a_streamed_model_is_the_copy_of_one_in_memory(home: Path) -> None:
