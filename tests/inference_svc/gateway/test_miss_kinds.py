@@ -148,6 +148,9 @@ def deleted(asker: Asker) -> Any:
 def delete_all(asker: Asker) -> None:
     with asker.node.cache_channel() as channel:
         CacheServiceStub(channel).Delete(cache_pb2.DeleteRequest(), timeout=10)
+    deadline = time.monotonic() + 30
+    while asker.node.cache_stats().durable_bytes and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def not_stored(asker: Asker) -> Any:
@@ -225,7 +228,8 @@ def reasons(asker: Asker) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_every_cause_has_its_kind(reasons: dict[str, Any]) -> None:
-    assert {cause: found and found["kind"] for cause, found in reasons.items()} == {name: name for name in reasons}
+    kinds = {cause: found and found["kind"] for cause, found in reasons.items()}
+    assert kinds == {name: name for name in reasons}, reasons
     assert all(found["sentence"] and found["advice"] for found in reasons.values())
 
 
