@@ -170,11 +170,12 @@ def layout_payload_bytes(header: ChunkHeader) -> int:
 
 EXPIRY_NOTE_PREFIX = b"kept-until:"
 _EXPIRY = struct.Struct("<Q")
+_NEVER_MS = (1 << 64) - 1
 
 
 def encode_expiry(until: float) -> bytes:
-    """Encode a finite expiry in Unix seconds as a note."""
-    return _EXPIRY.pack(int(until * 1000))
+    """Encode an expiry in Unix seconds, which may be infinite, as a note."""
+    return _EXPIRY.pack(int(until * 1000) if until * 1000 < _NEVER_MS else _NEVER_MS)
 
 
 def decode_expiry(note: bytes) -> float | None:

@@ -14,7 +14,7 @@ from inference_svc.engine.engine_events import RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
 from inference_svc.engine.speculative_sampler import SpeculativeSampler
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.forward_batch import ForwardBatch
+from inference_svc.model_runner.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
@@ -36,6 +36,9 @@ class Table:
 
     def __init__(self, logits: Tensor) -> None:
         self.logits, self.rows, self.passes = logits, 0, 0
+
+    def compute(self, slices: list[SequenceSlice], pool: KVPool) -> Tensor:
+        return self(build_batch(slices, pool, torch.device("cpu")))
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         self.rows, self.passes = self.rows + batch.real, self.passes + 1

@@ -284,7 +284,7 @@ def test_a_reason_comes_from_the_node_that_answered(fleet: Fleet) -> None:
     for name in (answer.json()["id"], "through-the-fleet"):
         assert why(front, name).json()["miss"]["kind"] == "never_seen"
     done = CliRunner().invoke(app, ["why", "--url", front.url, answer.json()["id"]])
-    assert "reason: never_seen, at token 0" in done.stdout
+    assert "reason: never_seen, at token " in done.stdout
     assert why(front, "no-such-id").status_code == 404
 
 
