@@ -180,7 +180,10 @@ def encode_expiry(until: float) -> bytes:
 
 def decode_expiry(note: bytes) -> float | None:
     """Return the expiry of a note in Unix seconds; None when it is invalid."""
-    return _EXPIRY.unpack(note)[0] / 1000 if len(note) == _EXPIRY.size else None
+    if len(note) != _EXPIRY.size:
+        return None
+    milliseconds = _EXPIRY.unpack(note)[0]
+    return milliseconds / 1000 if milliseconds < _NEVER_MS else math.inf
 
 
 def expiries_of(notes: Mapping[bytes, bytes]) -> dict[bytes, int]:

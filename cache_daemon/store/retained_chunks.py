@@ -76,7 +76,7 @@ class RetainedChunks:
         if not chunk.is_retained and self._fits(chunk):
             self._set(chunk, True)
         if chunk.is_retained and self._written.get(chunk, 0.0) < chunk.retained_until:
-            until = chunk.retained_until + _WRITTEN_MARGIN * (chunk.retained_until - self._tiers.clock())
+            until = chunk.retained_until + _WRITTEN_MARGIN * max(0.0, chunk.retained_until - self._tiers.clock())
             self._written[chunk] = until
             self._tiers.write_note(NOTE_PREFIX + chunk.key, encode_expiry(until))
 
