@@ -5,7 +5,8 @@ Endpoints are OpenAI's, vLLM's companions to them, and metrics. ``routes`` maps 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import unquote, unquote_to_bytes
 
 import structlog
@@ -27,7 +28,14 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.cache_fields import ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
-from inference_svc.gateway.fleet_api import WarmBody, cached_prefix, num_requests, serving_status, warm_prompt
+from inference_svc.gateway.fleet_api import (
+    PromptBody,
+    WarmBody,
+    cached_prefix,
+    num_requests,
+    serving_status,
+    warm_prompt,
+)
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.lora_routes import LoraRoutes
@@ -50,6 +58,7 @@ from inference_svc.gateway.worker_retry import WorkerRetry
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait
 
+CacheBody = TypeVar("CacheBody", bound=PromptBody | ReleaseBody | UnpinBody)
 log = structlog.get_logger("gateway")
 
 
@@ -174,16 +183,26 @@ class GatewayHandlers:
         return JSONResponse(found | self._load(request))
 
     async def warm_prompt(self, request: Request) -> Response:
-        def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
-            parsed = self._parser.salted(WarmBody, request, raw, body)
-            self._models.check(parsed.model)
-            parsed.model = self._models.resolve(parsed.model)
-            return parsed.to_grpc(), parsed.within_seconds
-
-        asked, seconds = await self.bodies.read(request, parse_request)
+        asked, seconds = await self._read_prompt(WarmBody, request)
         return JSONResponse(
             await cancel_on_disconnect(request, warm_prompt(self._idlest_worker(asked.model), asked, seconds))
         )
+
+    async def _read_prompt(self, kind: type[PromptBody], request: Request) -> tuple[pb.WarmRequest, float]:
+        """Return the prefill that a body asks for, and its limit in seconds."""
+
+        def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
+            parsed = self._parse_for_model(kind, request, raw, body)
+            return parsed.to_grpc(), parsed.within_seconds
+
+        return await self.bodies.read(request, parse_request)
+
+    def _parse_for_model(self, kind: type[CacheBody], request: Request, raw: bytes, body: Any) -> CacheBody:
+        """Parse a body, and resolve the alias of its model. Raises InvalidRequest, UnknownModel."""
+        parsed = self._parser.salted(kind, request, raw, body)
+        self._models.check(parsed.model)
+        parsed.model = self._models.resolve(parsed.model)
+        return parsed
 
     def _idlest_worker(self, model: str) -> Worker:
         """Raises Unavailable, UnknownModel."""
@@ -194,14 +213,7 @@ class GatewayHandlers:
 
     async def pin_prompt(self, request: Request) -> Response:
         """Prefill a prompt and pin its stored prefix."""
-
-        def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
-            parsed = self._parser.salted(PinBody, request, raw, body)
-            self._models.check(parsed.model)
-            parsed.model = self._models.resolve(parsed.model)
-            return parsed.to_grpc(), parsed.within_seconds
-
-        asked, seconds = await self.bodies.read(request, parse_request)
+        asked, seconds = await self._read_prompt(PinBody, request)
         worker = self._idlest_worker(asked.model)
 
         async def pin() -> dict[str, Any]:
@@ -211,25 +223,13 @@ class GatewayHandlers:
         return JSONResponse(await cancel_on_disconnect(request, pin()))
 
     async def unpin_prompt(self, request: Request) -> Response:
-        def parse_request(raw: bytes, body: Any) -> UnpinBody:
-            parsed = self._parser.salted(UnpinBody, request, raw, body)
-            self._models.check(parsed.model)
-            parsed.model = self._models.resolve(parsed.model)
-            return parsed
-
-        asked = await self.bodies.read(request, parse_request)
+        asked = await self.bodies.read(request, partial(self._parse_for_model, UnpinBody, request))
         caller = self.keys.pinning_client(request.scope)
         return JSONResponse(await unpin_prompt(self._models.worker(asked.model), self.node.daemon, asked, caller))
 
     async def release_session(self, request: Request) -> Response:
-        def parse_request(raw: bytes, body: Any) -> pb.ReleaseSessionRequest:
-            parsed = self._parser.salted(ReleaseBody, request, raw, body)
-            self._models.check(parsed.model)
-            parsed.model = self._models.resolve(parsed.model)
-            return parsed.to_grpc()
-
-        asked = await self.bodies.read(request, parse_request)
-        return JSONResponse(await release_session(self._models.worker(asked.model), asked))
+        asked = await self.bodies.read(request, partial(self._parse_for_model, ReleaseBody, request))
+        return JSONResponse(await release_session(self._models.worker(asked.model), asked.to_grpc()))
 
     async def count_input(self, request: Request) -> Response:
         """Answer ``/v1/responses/input_tokens``: tokens of a request's prompt."""
