@@ -9,9 +9,9 @@ import grpc
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.errors import KVSidecarError
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
+from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.kv_client.chunk_loader import ChunkLoader
@@ -80,17 +80,10 @@ class RankCache:
         try:
             self._execute(order, session)
             return True
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                session.suspect()
-            elif error.code() not in REFUSED_CODES:
-                session.finish()
-            log.warning("cache failed, computing instead", error=str(from_rpc(error)))
-        except (KVSidecarError, ConnectionError, ValueError) as error:
-            session.finish()
-            log.warning("cache failed, computing instead", error=str(error))
-        except Exception:
-            session.finish()
+        except (grpc.RpcError, KVSidecarError, ConnectionError, ValueError) as error:
+            log.warning("cache failed, computing instead", error=handle_failure(self._daemon, session, error))
+        except Exception as error:
+            handle_failure(self._daemon, session, error)
             log.exception("cache failed, computing instead")
         return False
 
