@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from kvkernels.cpu import quantized_gemm
@@ -28,11 +29,8 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 _VERSION = 1
 
 
-class QuantizedLinear(nn.Module):
-    """Drop-in for ``nn.Linear`` on a CPU, ``[..., in] -> [..., out]``.
-
-    Computes in float32, or in bfloat16 if the bias has that dtype.
-    """
+class CodedLinear(nn.Module):
+    """Linear layer over a weight in codes; a subclass computes the product."""
 
     def __init__(self, weight: quantized_gemm.QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -40,7 +38,7 @@ class QuantizedLinear(nn.Module):
         self.quantized, self._bias = weight, None if bias is None else bias.detach()
 
     @classmethod
-    def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> QuantizedLinear:
+    def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> Self:
         """Create a layer without a weight, for ``set_weight``."""
         nothing = torch.empty(outputs // quantized_gemm.OUTPUTS, 0, dtype=torch.uint8)
         return cls(quantized_gemm.QuantizedWeight(nothing, inputs, 0, 0), bias)
@@ -52,6 +50,13 @@ class QuantizedLinear(nn.Module):
     def set_weight(self, weight: quantized_gemm.QuantizedWeight) -> None:
         """Use another weight of the same shape from now on, without a copy."""
         self.quantized = weight
+
+
+class QuantizedLinear(CodedLinear):
+    """Drop-in for ``nn.Linear`` on a CPU, ``[..., in] -> [..., out]``.
+
+    Computes in float32, or in bfloat16 if the bias has that dtype.
+    """
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall:
         """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
