@@ -14,17 +14,12 @@ from kvsidecar.process.malloc_tuning import trim_freed_memory
 from torch import Tensor
 
 from inference_svc.models.layer_streaming import onednn_weights
+from inference_svc.models.layer_streaming.layer_file import padded
 from inference_svc.models.layer_streaming.weight_form import StreamableLinear, bytes_of, form_of, weight_view
 from inference_svc.models.linear.packed_linear import PackedLinear
 
-_ALIGN = 4096
 # Freed weights are returned to the system after this many bytes, so that no second copy of the model is in memory.
 _TRIM_BYTES = 256 << 20
-
-
-def arena_bytes(linears: Iterable[StreamableLinear]) -> int:
-    """Return the size of the arena of these layers."""
-    return sum(_padded(form_of(linear).size_bytes) for linear in linears)
 
 
 def move_to_arena(modules: Iterable[Any]) -> Tensor | None:
@@ -36,25 +31,21 @@ def move_to_arena(modules: Iterable[Any]) -> Tensor | None:
     moved: list[StreamableLinear] = [linear for linear in modules if isinstance(linear, StreamableLinear)]
     if any(isinstance(linear, PackedLinear) for linear in moved) and not onednn_weights.available():
         return None
+    forms = [form_of(linear) for linear in moved]
     try:
-        arena = large_pages.allocate(arena_bytes(moved))
+        arena = large_pages.allocate(sum(padded(form.size_bytes) for form in forms))
     except OSError:
         return None
     at = trimmed = 0
-    for linear in moved:
-        form = form_of(linear)
+    for linear, form in zip(moved, forms, strict=True):
         place = arena[at : at + form.size_bytes]
         place.copy_(bytes_of(linear))
         linear.set_weight(weight_view(form, place))  # type: ignore[arg-type]
         linear.memory = place  # a packed weight holds no reference to it
-        at += _padded(form.size_bytes)
+        at += padded(form.size_bytes)
         if at - trimmed >= _TRIM_BYTES:
             trimmed = at
             trim_freed_memory()
     trim_freed_memory()
     large_pages.collapse(arena)
     return arena
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN) * _ALIGN
