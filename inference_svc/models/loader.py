@@ -243,11 +243,13 @@ def load(
     if width < 16 and place.type == "cpu" and not packed and streamed is None:
         quantize_linears(model, width)
     done = _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
-    return done if ranks is None or shard is None else _join_ranks(done, shard, ranks)
+    return _join_ranks(done, shard, ranks)
 
 
-def _join_ranks(loaded: LoadedModel, shard: ShardPlan, ranks: RankGroup) -> LoadedModel:
-    """Makes a model with one rank's weights compute with the other ranks."""
+def _join_ranks(loaded: LoadedModel, shard: ShardPlan | None, ranks: RankGroup | None) -> LoadedModel:
+    """Makes a model with one rank's weights compute with the other ranks; returns a whole model as it is."""
+    if shard is None or ranks is None:
+        return loaded
     parallelize(loaded.model, shard, ranks)
     return replace(loaded, shard=shard)
 
@@ -335,7 +337,7 @@ def _load_shape(
     if width < 16:
         quantize_linears(model, width)
     done = _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
-    return done if ranks is None or shard is None else _join_ranks(done, shard, ranks)
+    return _join_ranks(done, shard, ranks)
 
 
 def _finish(
