@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import shutil
@@ -46,11 +47,29 @@ def new_interpreter(command: list[str], environment: dict[str, str], log: int) -
     )
 
 
+# Ports below those that Linux gives to clients and to binds of port 0.
+_PORTS = range(20_000, 32_000)
+
+
 def free_port() -> int:
-    """Return a currently free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port of this machine that no other call of this user returned lately, in any process."""
+    path = Path(tempfile.gettempdir()) / f"kvsidecar-test-port-{os.getuid()}"
+    with path.open("a+") as counter:
+        fcntl.flock(counter, fcntl.LOCK_EX)
+        counter.seek(0)
+        last = int(counter.read() or 0)
+        for i in range(1, len(_PORTS) + 1):
+            port = _PORTS[(last + i) % len(_PORTS)]
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+            counter.truncate(0)
+            counter.write(str((last + i) % len(_PORTS)))
+            return port
+    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 class Node:

@@ -93,7 +93,8 @@ class MissExplainer:
         found = max(matched_tokens, known_tokens)
         reason = None
         if found < tokens - 1:  # the last token is always computed
-            reason = self._lost(owner, ids, matches, matched_tokens) if matched_tokens >= known_tokens else None
+            if matched_tokens >= known_tokens:
+                reason = self._lost(owner, ids, tags, matches, matched_tokens)
             if load_slower:
                 reason = pb.MissReason(kind=pb.MISS_KIND_LOAD_SLOWER, position=found, by="remote")
             reason = reason or self._seen(owner, tags, tokens, found, across_tenants)
@@ -109,12 +110,12 @@ class MissExplainer:
         self.losses.add(lost.tenant.id, lost.parent_key, tags, self._tiers.clock(), lost.cause)
 
     def _lost(
-        self, owner: PromptOwner, ids: bytes, matches: Sequence[MatchedChunk], matched: int
+        self, owner: PromptOwner, ids: bytes, tags: bytes, matches: Sequence[MatchedChunk], matched: int
     ) -> pb.MissReason | None:
         """Report the chunk that would have continued the match, if it is lost or being written."""
         parent, start = _end_of(owner.root, matches, matched)
         rest = ids[start * keys.TOKEN_BYTES : (start + MAX_CHUNK_TOKENS) * keys.TOKEN_BYTES]
-        nearest = self.losses.nearest(parent, self._tags.tag(rest, start))
+        nearest = self.losses.nearest(parent, self._tags.tag(rest, start) if start else tags)
         least = matched + min(len(ids) // keys.TOKEN_BYTES - matched, _MIN_SHARED_TOKENS)
         if nearest is not None and start + nearest[0] >= least:
             kind, by = _KINDS[nearest[1].value]
@@ -154,8 +155,8 @@ class MissExplainer:
         """Refine a report by the index, and add how far the memory reaches back."""
         if reason.kind in (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_NOT_STORED) and reason.position == matched:
             parent, start = _end_of(owner.root, matches, matched)
-            index, rest = self._tiers.index, ids[start * keys.TOKEN_BYTES :]
-            if any(rest.startswith(child.ids) for child in index.children(parent)[:_MAX_ROOTS]) and matched == start:
+            children = self._tiers.index.children(parent)[:_MAX_ROOTS] if matched == start else []
+            if ids.startswith(tuple(child.ids for child in children), start * keys.TOKEN_BYTES):
                 reason.kind = pb.MISS_KIND_ARENA_FULL
             elif reason.kind == pb.MISS_KIND_NEVER_SEEN and matched > max(start, _MIN_SHARED_TOKENS - 1):
                 reason.kind = pb.MISS_KIND_DIFFERS  # within a stored chunk

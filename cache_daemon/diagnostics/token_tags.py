@@ -33,5 +33,4 @@ class TokenTags:
         mixed ^= self._positions[first : first + len(mixed)]
         mixed ^= mixed >> np.uint32(15)
         mixed *= self._finish
-        mixed >>= np.uint32(16)
-        return mixed.astype("<u2").tobytes()
+        return mixed.view("<u2")[1::2].tobytes()  # the upper half of each

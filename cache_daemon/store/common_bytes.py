@@ -8,16 +8,20 @@ from kvsidecar.keys import TOKEN_BYTES
 from sortedcontainers import SortedDict
 
 T = TypeVar("T")
+_FIRST_BLOCK = 64  # bytes; each next block has twice as many
 
 
 def common_bytes(a: bytes, b: bytes, width: int = TOKEN_BYTES) -> int:
     """Return the length in bytes of the common prefix of whole elements."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n - n % width
-    differ = int.from_bytes(a[:n], "little") ^ int.from_bytes(b[:n], "little")
-    shared = ((differ & -differ).bit_length() - 1) // 8
-    return shared - shared % width
+    n, at, size = min(len(a), len(b)), 0, _FIRST_BLOCK
+    while at < n:  # most arrays differ early: compare short blocks first
+        end = min(at + size, n)
+        if a[at:end] != b[at:end]:
+            differ = int.from_bytes(a[at:end], "little") ^ int.from_bytes(b[at:end], "little")
+            at += ((differ & -differ).bit_length() - 1) // 8
+            break
+        at, size = end, size * 2
+    return at - at % width
 
 
 def nearest(sorted_arrays: SortedDict[bytes, T], array: bytes, width: int = TOKEN_BYTES) -> tuple[T, int]:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.diagnostics.miss_explainer import MAX_TENANT_BYTES, PromptOwner
 from cache_daemon.diagnostics.tag_history import TagHistory
-from cache_daemon.diagnostics.token_tags import TAG_BYTES, TokenTags
+from cache_daemon.diagnostics.token_tags import MAX_TAGGED_TOKENS, TAG_BYTES, TokenTags
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.conftest import descriptor
@@ -198,24 +199,31 @@ def test_tags_hide_tokens_and_repetitions() -> None:
     assert tags.tag(keys.token_bytes([5] * 56), 200) == made[200 * TAG_BYTES :]
 
 
-async def _quick_us(bench: Bench, tokens: int, extra: Any) -> float:
-    rng, took = random.Random(1), []
+async def _quick_us(tokens: int, *calls: Callable[[bytes], object]) -> list[float]:
+    """Return the first decile of each call's time on prompts, all calls at each prompt in turn."""
+    rng, took = random.Random(1), [list[float]() for _ in calls]
     prompts = [rng.randbytes(keys.TOKEN_BYTES * tokens) for _ in range(200)]
-    owner = PromptOwner.of(NAMESPACE, b"")
     for packed in prompts * 2:
-        began = time.thread_time()  # of this thread: another process's load does not count
-        extra(owner, packed)
-        took.append((time.thread_time() - began) * 1e6)
-    return statistics.quantiles(took, n=10)[0]  # other processes slow the rest by their use of the caches
+        for call, times in zip(calls, took, strict=True):
+            began = time.thread_time()  # of this thread: another process's load does not count
+            call(packed)
+            times.append((time.thread_time() - began) * 1e6)
+    return [statistics.quantiles(times, n=10)[0] for times in took]  # others' use of the caches slows the rest
 
 
 @pytest.mark.alone
-async def test_a_report_costs_less_than_50_microseconds() -> None:
+async def test_a_report_costs_less_than_six_times_the_tags_of_its_prompt() -> None:
+    """20 to 40 us on the machines tried; in units of numpy's work, since the speed of a shared machine varies."""
     async with opened() as bench:
         for i in range(100):
             await store(bench, [i * 1000 + n for n in range(32)])
+        owner, misses, tags = PromptOwner.of(NAMESPACE, b""), bench.store.misses, TokenTags()
         times = [
-            await _quick_us(bench, 32_768, lambda owner, ids: bench.store.misses.explain(owner, ids, [], 0))
+            await _quick_us(
+                32_768,
+                lambda ids: misses.explain(owner, ids, [], 0),
+                lambda ids: tags.tag(ids[: MAX_TAGGED_TOKENS * keys.TOKEN_BYTES]),
+            )
             for _ in range(5)
         ]
-        assert min(times) < 50, f"in us: {times}"
+        assert min(report / tagging for report, tagging in times) < 6, f"in us: {times}"

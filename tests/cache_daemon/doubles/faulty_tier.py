@@ -39,6 +39,10 @@ class FaultyTier:
         """The next applies raise ``error``, or TierFailed."""
         self._apply_errors.extend([error or TierFailed("the disk was told to fail")] * count)
 
+    def heal(self) -> None:
+        """No further apply fails."""
+        self._apply_errors.clear()
+
     def fill_up(self, count: int) -> None:
         """The next applies raise OutOfSpace."""
         self.fail_applies(count, OutOfSpace("the disk was told to be full"))

@@ -37,10 +37,11 @@ async def test_an_orderly_end_tries_once_more_what_failed() -> None:
     disk = MemoryTier()
     async with opened(tier=disk) as bench:
         await bench.store._upkeep.stop()
-        bench.tier.fail_applies(2)
+        bench.tier.fail_applies(100)
         key, _ = await bench.put([1])
         child, _ = await bench.put([2], 1, key)
         await until(lambda: bench.store.stats().failed_writes > 0)
+        bench.tier.heal()
     assert disk.stored_keys() == [key, child]
 
 

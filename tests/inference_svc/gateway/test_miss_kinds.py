@@ -59,8 +59,9 @@ def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     tenants.write_text(f'[tenant.small]\nsalt = "{QUOTA_SALT}"\nentries = 2\n')
     tenants.chmod(0o600)
     flags = {"tenants": tenants, "compression": "none"}
+    width = load("demo").dtype.itemsize  # float32 on CPUs without bfloat16
     with Node(
-        "demo", arena_bytes="4MiB", store_bytes="16MiB", pool_bytes="32MiB", daemon_flags=flags,
+        "demo", arena_bytes=f"{2 * width}MiB", store_bytes=f"{8 * width}MiB", pool_bytes="32MiB", daemon_flags=flags,
         worker_flags={"resident_sequences": 0},
     ) as node:  # fmt: skip
         gateway = of_node(node, "--api-key", "guest", "--operator-key", "chief")
