@@ -20,8 +20,8 @@ from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import LimitExceeded, UnknownSession
 
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.lease_pin_limits import LeasePinLimit
 from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.lease_pin_limits import LeasePinLimit
 from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prefix_index import MatchedChunk

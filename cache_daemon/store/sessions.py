@@ -19,8 +19,8 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.lease_pin_limits import LeasePinLimit, LeasePinLimits
 from cache_daemon.store.counters import Counters
+from cache_daemon.store.lease_pin_limits import LeasePinLimit, LeasePinLimits
 from cache_daemon.store.leases import LEASE_SECONDS, LeaseGuard, expire
 from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount

@@ -50,8 +50,8 @@ from inference_svc.gateway.request_runner import (
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
-from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.worker_retry import WorkerRetry

@@ -1,7 +1,7 @@
 """Admission: finds a waiting prompt's prefix in the pool and allocates its blocks.
 
-``waiting_order`` decides the order. If another request is computing the prefix of a waiting request, the waiting request is
-held back until it can share the prefix, so that the prefix is computed once. If another request is loading the prefix,
+``waiting_order`` decides the order. If another request is computing the prefix of a waiting request, the latter is held
+back until it can share the prefix, so that the prefix is computed once. If another request is loading the prefix,
 the waiting request waits only if the load should be faster than computing, and no longer than computing would take.
 Only the engine's thread uses this module.
 """
