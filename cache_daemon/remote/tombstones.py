@@ -290,8 +290,8 @@ class DeletionWriter:
     async def _bump_epoch(self, deletion: PendingDeletion) -> None:
         """Invalidate all records of a tenant, or without ``root`` of everything.
 
-        The new epoch replaces those of other nodes' deletions, so this node observes these first. Retries use the same
-        epoch, or this node would take it for another node's.
+        The new epoch replaces epochs of other nodes' deletions, so this node observes those deletions first. Retries
+        use the same epoch; otherwise this node would take its own epoch for another node's.
         """
         root, crossed = deletion.root, False
         deletion.epoch = deletion.epoch or new_epoch(deletion=True)

@@ -1,7 +1,7 @@
 """Pins: counted exemptions from eviction that survive restarts and supersession.
 
-Each pin belongs to a caller. External callers, which do not use the private socket, may use a share of the pin budget,
-of the arena and of the number of pins: all together, and each of them.
+Each pin belongs to a caller. External callers, which do not use the private socket, may together use a share of the
+pin budget, of the arena and of the number of pins, and each of them a smaller share.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Pins:
         return True
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a pin of an earlier start; one without its chunk ends, and one beyond the limits."""
+        """Restore a pin of an earlier start, unless its chunk is gone or it exceeds the limits."""
         key = name[len(NOTE_PREFIX) :]
         root, asked, caller = key[:HASH_BYTES], key[HASH_BYTES : 2 * HASH_BYTES], key[2 * HASH_BYTES :]
         if len(value) == _COUNT.size + HASH_BYTES and len(caller) in (0, _CALLER_BYTES):
@@ -156,7 +156,10 @@ class Pins:
         self._check_bytes(pin, path)
 
     def _check_bytes(self, pin: _Pin, path: Sequence[Chunk], replaced: Chunk | None = None) -> None:
-        """Raise QuotaExceeded unless the limits allow to pin a path, where its last chunk replaces another one."""
+        """Raise QuotaExceeded unless the limits allow to pin a path.
+
+        The path's last chunk supersedes ``replaced``, if given.
+        """
         limits, leaving = path[-1].tenant.limits, [] if replaced is None else [replaced]
         for scope in self._scopes(pin):
             added, left = [c for c in path if not scope.has(c)], [c for c in leaving if scope.has(c)]
@@ -256,7 +259,7 @@ class Pins:
 
 
 def _caller_id(name: str) -> bytes:
-    """Return the id of a caller in notes; the store has no names."""
+    """Return the id of a caller in notes: a hash, so that the store contains no names."""
     return blake2b(name.encode(), digest_size=_CALLER_BYTES).digest() if name else b""
 
 

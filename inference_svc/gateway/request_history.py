@@ -37,7 +37,7 @@ class RequestHistory:
         self._entries = TenantLru[HistoryEntry](_MAX_BYTES, _MAX_BYTES_IN_ALL)
 
     def add(self, tenant: Hashable, salt: str, ids: Iterable[str], model: str, part: pb.GenerateStreamResponse) -> None:
-        """Keep an answer, given its last message. An answer of several choices keeps its first one."""
+        """Keep an answer, given its last message. Of an answer with several choices, only the first is kept."""
         names = tuple(dict.fromkeys(name for name in ids if name))
         if not names or self._entries.get(tenant, answer_key(names[0], salt)) is not None:
             return

@@ -26,8 +26,9 @@ class WorkerRetry:
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield the messages of one choice, from the first worker that completes it.
 
-        If a worker fails before anything was yielded, another worker or its own successor replaces it. A request that
-        kills workers kills at most as many as there are, or two.
+        If a worker fails before anything was yielded, another worker or its own successor replaces it. A request is
+        tried at most as often as there are workers (at least twice), so one that kills its worker does not kill all
+        workers again and again.
         """
         tried: list[str] = []
         timer, max_tries = self._metrics.answer(), max(2, len(self._router.workers))

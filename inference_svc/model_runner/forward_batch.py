@@ -63,8 +63,8 @@ class SequenceSlice:
 
     Their positions are ``start`` and the following ones, or the ascending ``positions``. ``table`` must contain the
     keys and values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With
-    ``wants_logits`` it also computes logits for the last token; if the last ``num_drafted`` tokens are draft tokens,
-    for these, the token before them, and all tokens of ``branches``.
+    ``wants_logits`` it also computes logits for the last token. If the last ``num_drafted`` tokens are draft tokens, it
+    computes logits for these, for the token before them, and for all tokens of ``branches``.
     """
 
     tokens: list[int]

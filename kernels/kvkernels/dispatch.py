@@ -77,7 +77,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 
 @cache
 def _transfer(device: torch.device, use: str) -> ChunkTransfer:
-    """Return the transfer of a device for a use, so that stores do not wait for loads."""
+    """Return a device's transfer; each ``use`` has its own, so stores do not wait for loads."""
     return ChunkTransfer(device_of(device))
 
 

@@ -45,7 +45,8 @@ def list_chunks(
 ) -> None:
     """List stored chunks: a table on a terminal, else tab-separated lines with full hashes.
 
-    `workers` are those attached whose chunks look like this and have no salt. `cache show` tells a chunk's text.
+    `workers` (in a table `of`) names the attached workers that use a chunk, for chunks without a salt or of --salt.
+    `cache show` shows a chunk's text.
     """
     found = chunks(daemon, namespace, salt)
     shown = list(islice(found, limit or None))
