@@ -19,7 +19,7 @@ from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.chunk_usage import ChunkUsage, ExternalUsage
+from cache_daemon.store.lease_pin_limits import LeasePinLimit, LeasePinLimits
 from cache_daemon.store.tier_manager import TierManager
 
 NOTE_PREFIX = b"pin:"
@@ -38,7 +38,7 @@ class _Pin:
     requested_key: bytes  # the prefix hash that was pinned
     chunk: Chunk  # the chunk that now has the pin: a longer one may have superseded the original
     caller: bytes  # hash of an external caller's name; empty on the private socket
-    usage: ChunkUsage | None  # of that caller
+    usage: LeasePinLimit | None  # of that caller
     count: int = 0
 
 
@@ -48,7 +48,7 @@ class _Scope:
 
     name: str
     share: float  # of the limits
-    usage: ChunkUsage | None  # None: all pins
+    usage: LeasePinLimit | None  # None: all pins
 
     def has(self, chunk: Chunk) -> bool:
         return chunk.pins > 0 if self.usage is None else chunk in self.usage
@@ -68,7 +68,7 @@ class Pins:
         self._pins_of: dict[Chunk, list[_Pin]] = {}
         self._num_pins: Counter[bytes] = Counter()  # by caller
         external, own = int(budget_bytes * _EXTERNAL_SHARE), int(budget_bytes * _CALLER_SHARE)
-        self._external = ExternalUsage(external, own, lambda chunk: chunk.size_bytes)
+        self._external = LeasePinLimits(external, own, lambda chunk: chunk.size_bytes)
         self.pinned_bytes = self._num_dropped = 0
         tiers.on_unindexed.append(self._on_unindexed)
 
@@ -246,7 +246,7 @@ class Pins:
         """Raise AssertionError unless pins, chunks and usages add up."""
         pins = [pin for of_name in self._pins.values() for pin in of_name.values()]
         counts: Counter[Chunk] = Counter()
-        usages: dict[ChunkUsage, Counter[Chunk]] = {}
+        usages: dict[LeasePinLimit, Counter[Chunk]] = {}
         for pin in pins:
             for member in self._tiers.index.path(pin.chunk):
                 counts[member] += pin.count

@@ -38,9 +38,9 @@ from inference_svc.gateway.request_runner import (
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest, GenerationOptions
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
-from inference_svc.gateway.responses_api.kept_responses import KeptResponses
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels
 from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
@@ -65,7 +65,7 @@ class AnswerServices:
     models: ServedModels
     runner: RequestRunner
     conversations: ConversationStore
-    kept: KeptResponses
+    kept: StoredResponseRoutes
     history: RequestHistory
 
 

@@ -50,8 +50,8 @@ from inference_svc.gateway.request_runner import (
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
-from inference_svc.gateway.responses_api.kept_responses import KeptResponses
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.worker_retry import WorkerRetry
@@ -75,7 +75,7 @@ class GatewayHandlers:
         self.adapters = LoraRoutes(self.router, self.keys, self.bodies)
         self._conversations, self._history = ConversationStore(), RequestHistory()
         self._parser = RequestParser(self.keys, self._conversations)
-        self.kept = KeptResponses(self._conversations, self.keys, self.bodies)
+        self.kept = StoredResponseRoutes(self._conversations, self.keys, self.bodies)
         self.count_tokens = CountTokens(self.bodies, self._parser, self._models)
         self._wait = WorkerWait(self.router, config)
         runner = RequestRunner(config, WorkerRetry(config, self.router, self.metrics, self._wait))

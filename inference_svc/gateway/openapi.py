@@ -19,8 +19,8 @@ from inference_svc.gateway.fleet_api import PIN_PATH, UNPIN_PATH, WARM_PATH, War
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
 from inference_svc.gateway.prompt_pins import PinBody, UnpinBody
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.responses_api.kept_responses import ConversationBody, ItemsBody
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.stored_response_routes import ConversationBody, ItemsBody
 from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
 
 _COMPONENTS = "#/components/schemas/"
