@@ -25,8 +25,9 @@ class PagePrefetch {
       if (page_ == count_) return;
       at_ = pages_[page_++], end_ = at_ + page_bytes_;
     }
-    const char* const stop = end_ - at_ < portion_bytes_ ? end_ : at_ + portion_bytes_;
-    for (; at_ != stop; at_ += LINE) __builtin_prefetch(at_, 0, 2);
+    const char *line = at_, *const stop = end_ - at_ < portion_bytes_ ? end_ : at_ + portion_bytes_;
+    for (; line != stop; line += LINE) __builtin_prefetch(line, 0, 2);
+    at_ = stop;
   }
 
  private:
