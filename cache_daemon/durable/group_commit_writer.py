@@ -151,7 +151,7 @@ class GroupCommitWriter:
             return sum(map(len, self._puts.values())) + len(self._unanswered)
 
     def fail_queued(self) -> int:
-        """Fail all queued chunks, except those that are being written. Returns their number."""
+        """Fail all queued chunks, except those that are being written. Returns the number of failed chunks."""
         with self._wake:
             items = [item for item in self._queue if not item.cancelled]
             self._queue.clear()

@@ -211,7 +211,7 @@ class DeletionEpochs:
     def record_own_deletion(
         self, root: bytes, epoch: bytes, before: bytes | None = None, *, crossed: bool = False
     ) -> None:
-        """Record this node's own deletion of a tenant, or without ``root`` of everything.
+        """Record this node's own deletion of a tenant or, without ``root``, of everything.
 
         ``epoch`` is the new epoch, ``before`` the one that it replaced. ``crossed`` says that other nodes deleted
         something of the tenant before: all chunks that this node has inserted so far must then be removed.

@@ -283,9 +283,9 @@ class ChunkLoader:
         return out
 
     def prefetch(self, session: Session, sequence: Sequence) -> int:
-        """Promote a prompt's stored chunks to the daemon's memory, from the remote tier, too. Returns their tokens.
+        """Promote a prompt's stored chunks to the daemon's memory, from the remote tier, too.
 
-        Raises grpc.RpcError.
+        Returns the number of their tokens. Raises grpc.RpcError.
         """
         cache = sequence.request.cache
         cuts = self._chunk_ends(session, sequence)

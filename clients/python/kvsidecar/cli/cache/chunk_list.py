@@ -87,7 +87,7 @@ def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb
 
 
 def prefix_of(chunk: pb.ChunkInfo, namespace: str, salt: str) -> pb.PrefixRef:
-    """Return a chunk's reference by tenant, or without a namespace (operators only)."""
+    """Return a reference to a chunk of a tenant; without a namespace, by the chunk's own root (operators only)."""
     restricted = scope(namespace, salt) or {"root": chunk.root}
     return pb.PrefixRef(prefix_hash=chunk.prefix_hash, **restricted)
 
