@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from kvkernels.device.visible_devices import device_of
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -185,9 +186,14 @@ class ForwardBatch:
     copies: SlotCopies | None = None
 
     def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is loaded for all sequences of the batch. Raises LayerLoadFailed."""
+        """Waits until a layer is loaded for all sequences of the batch. Raises LayerLoadFailed.
+
+        On a device, the current stream waits.
+        """
         for gate in self.gates:
-            gate.pass_layer(layer)
+            ready = gate.pass_layer(layer)
+            if ready is not None:
+                device_of(self.pool.keys.device).current_stream().wait(ready)
 
 
 class AttentionObserver(Protocol):
