@@ -132,8 +132,8 @@ def export(
 ) -> None:
     """Write chunks to one portable file: a backup, or a warm cache to bake into an image.
 
-    Without --store it reads the daemon that runs, which serves on; else the store of a stopped daemon. Corrupt chunks
-    are left out. The archive is not encrypted, even when the store is.
+    With --store it reads the store of a stopped daemon, without it the running daemon, which continues to serve.
+    Corrupt chunks are left out. The archive is not encrypted, even when the store is.
     """
     roots = _roots(namespace, salt, root or [])
     if everything == bool(roots):

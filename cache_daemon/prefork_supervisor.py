@@ -42,14 +42,14 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class RestartCounts:
-    """Times that the parent restarted the daemon, and how many of them the kernel had killed it for memory."""
+    """Number of the daemon's restarts by the parent; ``oom_kills`` are those after the kernel killed it for memory."""
 
     restarts: int = 0
     oom_kills: int = 0
 
 
 def restart_counts() -> RestartCounts:
-    """Return the counts since the parent's start."""
+    """Return how often the daemon was restarted since the parent's start."""
     return RestartCounts(*_COUNTS.unpack_from(_shared, 1))
 
 

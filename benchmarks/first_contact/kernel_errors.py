@@ -23,6 +23,7 @@ from kvkernels.cuda.cuda_attention import (
     shared_bytes,
 )
 from kvkernels.cuda.kernel_select import fits, supports
+from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
@@ -223,8 +224,9 @@ def _packed(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> f
         header, place = _header(dtype, dim, bits, tokens, _LAYERS, 2), device.torch
         payload = torch.full((header.payload_bytes,), 0xAA, dtype=torch.uint8, device=place)
         slots = _slots(tokens)
-        on_device = keys.to(place), values.to(place), slots.to(place)
-        cuda_kv_pack.pack(device.kernels, *on_device, header, payload.data_ptr())
+        table = PieceTable([TablePiece(header, slots, range(_LAYERS), sections_at(header))], packs=True)
+        there = table.to(place)
+        cuda_kv_pack.pack(device.kernels, keys.to(place), values.to(place), table, there.data_ptr(), payload.data_ptr())
         arrays = layout_of(header).arrays(memoryview(payload.cpu().numpy()))
         for source, name in ((keys, "key"), (values, "value")):
             exact = source[:, :, slots].transpose(1, 2).double()  # [layers, tokens, heads, dim]
@@ -270,8 +272,9 @@ def _unpacked(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) ->
     for rotation, layers in ((turn, range(_LAYERS)), (None, range(1, 2))):
         mine, theirs = (tuple(torch.full_like(x, float("nan")) for x in _pool(dtype, dim)) for _ in range(2))
         ours, sent = tuple(x.to(place) for x in mine), torch.frombuffer(payload, dtype=torch.uint8).to(place)
-        given = None if rotation is None else tuple(torch.from_numpy(x).to(place) for x in rotation)
-        cuda_kv_pack.unpack(device.kernels, *ours, slots.to(place), header, sent.data_ptr(), given, layers)
+        table = PieceTable([TablePiece(header, slots, layers, sections_at(header), rotation)])
+        there = table.to(place)
+        cuda_kv_pack.unpack(device.kernels, *ours, table, there.data_ptr(), sent.data_ptr())
         kv_pack_reference.unpack(*theirs, slots, header, arrays, rotation, layers)
         for got, expected in zip((x.cpu() for x in ours), theirs, strict=True):
             written = torch.isfinite(expected)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from kvkernels import awq_dequantize
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
 from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
+from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
@@ -179,27 +181,38 @@ def _decode(device: ContactDevice, times: KernelTimes, batch: int, keys: int) ->
 
 
 def _packing(device: ContactDevice, times: KernelTimes, layers: int) -> None:
-    """Chunks of 128 tokens between pool and payload, with a RoPE shift when unpacked; the bound is a copy."""
+    """Chunks of 128 tokens between pool and payloads, with a RoPE shift when unpacked; the bound is a copy."""
     tokens, place = 128, device.torch
     pool = [_random(device, layers, KV_HEADS, 4096, DIM) for _ in range(2)]
-    angles = torch.linspace(0, 3, DIM // 2, device=place)
-    turn, slots = (angles.cos(), angles.sin()), torch.randperm(4096)[:tokens].to(place)
+    angles = np.linspace(0, 3, DIM // 2, dtype=np.float32)
+    turn, slots = (np.cos(angles), np.sin(angles)), torch.randperm(4096)
     for bits in (16, 8, 4):
         header = new_header(Geometry(layers, KV_HEADS, DIM, DATA_TYPE_BFLOAT16, bits), list(range(tokens)), 512)
-        chunks = [torch.zeros(header.payload_bytes, dtype=torch.uint8, device=place) for _ in _buffers(device, 8 << 20)]
-        for chunk in chunks:
-            cuda_kv_pack.pack(device.kernels, *pool, slots, header, chunk.data_ptr())
-        moved = sum(s.size_bytes for s in layout_of(header).sections) + 2.0 * layers * tokens * KV_HEADS * DIM * 2
+        for count in (1, 16 if isinstance(device, GpuDevice) else 2):
+            several = _buffers(device, count * (8 << 20))
+            chunks = [torch.zeros(count * header.payload_bytes, dtype=torch.uint8, device=place) for _ in several]
+            pieces = [
+                TablePiece(header, some, range(layers), sections_at(header, i * header.payload_bytes), turn)
+                for i, some in enumerate(slots.split(tokens)[:count])
+            ]
+            packed, unpacked = (
+                [_call(device, kernel, pool, PieceTable(pieces, packs), chunk) for chunk in chunks]
+                for kernel, packs in ((cuda_kv_pack.pack, True), (cuda_kv_pack.unpack, False))
+            )
+            of_payloads = sum(s.size_bytes for s in layout_of(header).sections)
+            moved = count * (of_payloads + 2.0 * layers * tokens * KV_HEADS * DIM * 2)
+            what = f"{'a chunk' if count == 1 else f'{count} chunks'}, {bits} bits, {layers} layers"
+            for call in packed:
+                call()
+            times.compare(f"pack {what}", packed, {}, moved, 0)
+            times.compare(f"unpack {what}", unpacked, {}, moved, 0)
 
-        def packed(chunk: Tensor, header: Any = header) -> Call:
-            return lambda: cuda_kv_pack.pack(device.kernels, *pool, slots, header, chunk.data_ptr())
 
-        def unpacked(chunk: Tensor, header: Any = header) -> Call:
-            where = chunk.data_ptr()
-            return lambda: cuda_kv_pack.unpack(device.kernels, *pool, slots, header, where, turn, range(layers))
-
-        times.compare(f"pack a chunk, {bits} bits, {layers} layers", [packed(c) for c in chunks], {}, moved, 0)
-        times.compare(f"unpack a chunk, {bits} bits, {layers} layers", [unpacked(c) for c in chunks], {}, moved, 0)
+def _call(
+    device: ContactDevice, kernel: Callable[..., None], pool: Sequence[Tensor], table: PieceTable, payloads: Tensor
+) -> Call:
+    there = table.to(device.torch)
+    return lambda: kernel(device.kernels, *pool, table, there.data_ptr(), payloads.data_ptr())
 
 
 def _products(device: ContactDevice, times: KernelTimes, size: int) -> None:

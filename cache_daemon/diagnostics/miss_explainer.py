@@ -164,7 +164,10 @@ class MissExplainer:
         reason.remembered_seconds = max(0.0, self._tiers.clock() - since)
 
     def _others(self, owner: PromptOwner, across_tenants: bool) -> list[PromptOwner]:
-        """Return other roots that the caller may know about, its own first, newest first."""
+        """Return other roots that the caller may know about.
+
+        Those of its own tenant come first; of each tenant, newer ones come first.
+        """
         others = [o for o in reversed(self._owners.values()) if o.root != owner.root]
         own = [o for o in others if o.tenant_id == owner.tenant_id]
         if across_tenants:
@@ -172,7 +175,7 @@ class MissExplainer:
         return own[:_MAX_ROOTS]
 
     def _difference(self, namespace: bytes, other: bytes) -> str:
-        """Return the fields in which two namespaces differ; values of the other one last."""
+        """Return the fields in which two namespaces differ, with both values."""
         ours, theirs = self._descriptors.get(namespace), self._descriptors.get(other)
         if ours is None or theirs is None:
             return ""
@@ -189,7 +192,7 @@ class MissExplainer:
 
 
 def _end_of(root: bytes, matches: Sequence[MatchedChunk], matched: int) -> tuple[bytes, int]:
-    """Return key and end of the last chunk that matched wholly; the root without one."""
+    """Return key and end of the last complete match; the root and 0 without one."""
     if not matches:
         return root, 0
     chunk, tokens = matches[-1]

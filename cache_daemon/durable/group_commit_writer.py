@@ -3,8 +3,8 @@
 Calls keep their order: a later call wins. The writer retries removals and notes with growing backoff until they
 succeed, before it writes anything newer. It does not retry chunks: their owner gets the outcome and decides.
 
-A removal enters the next transaction, before all queued chunks; a queued chunk of the same name was cancelled. Notes
-never reach the disk before a removal that was requested earlier.
+A removal enters the next transaction, before all queued chunks. That keeps the order of calls, because ``remove``
+cancels a queued chunk of the same name. Notes never reach the disk before a removal that was requested earlier.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class GroupCommitWriter:
             self._wake.notify()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks. A queued chunk of that name is cancelled."""
+        """Remove chunks; cancel those of them that are still queued."""
         with self._wake:
             for key in keys:
                 for item in self._puts.pop(key, ()):
@@ -151,7 +151,7 @@ class GroupCommitWriter:
             return sum(map(len, self._puts.values())) + len(self._unanswered)
 
     def fail_queued(self) -> int:
-        """Fail all queued chunks, except those that are being written. Returns their number."""
+        """Fail all queued chunks, except those that are being written. Returns the number of failed chunks."""
         with self._wake:
             items = [item for item in self._queue if not item.cancelled]
             self._queue.clear()

@@ -60,7 +60,7 @@ class LmdbTier:
 
     Raises StoreUnavailable when the store cannot be opened, ConfigurationError for a bad key. ``strict`` flushes every
     transaction with its meta page; otherwise a power cut may undo the last transaction, never more. ``key`` encrypts
-    the store with AES-256-GCM; the store remembers whether it has a key, and which.
+    the store with XAES-256-GCM; the store remembers whether it has a key, and which.
     """
 
     def __init__(

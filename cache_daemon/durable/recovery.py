@@ -273,7 +273,7 @@ def _groups(kept: Iterable[bytes], scan: StoreScan) -> Iterable[list[bytes]]:
 
 
 def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
-    """Raise StoreUnavailable when the store has another key, or none where one is given."""
+    """Raise StoreUnavailable when the store has another key, or is not encrypted although a key is given."""
     check = scan.key_check
     if not check or cipher.matches(check):
         return

@@ -2,8 +2,9 @@
 
 The strict scan runs before LMDB may open the file. It raises LmdbCorruption at the first page that LMDB cannot have
 written. The lenient scan saves the rest: it skips corrupt pages, uses an older transaction when the newest is
-unreadable, and finds leaves and payloads that no page refers to any more. The list of free pages tells those from stale
-copies. If that list is corrupt too, the scan leaves them out, so that no deleted record returns.
+unreadable, and finds leaves and payloads that no page refers to any more. By the list of free pages it
+distinguishes these from deleted ones. If that list is corrupt too, the scan leaves out all pages that nothing refers
+to, so that no deleted record returns.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class EvictionPolicy(Protocol):
     def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
         """Add an entry; parents come before their children.
 
-        ``parent`` is the chunk that the entry continues, None at the start of a prompt; it stays evictable. ``uses`` is
-        the number of earlier uses, where known.
+        ``parent`` is the chunk that the entry continues, None at the start of a prompt; ``insert`` leaves the parent
+        evictable. ``uses`` is the number of earlier uses, where known.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Bulk transfer of a tenant to or from the remote tier.
 
 An operator's command starts it. Chunks that the target already has are not sent again, so an operator simply repeats a
-failed transfer. Writes and deletions of this node exclude it, and chunks that are deleted meanwhile are not
-transferred.
+failed transfer. Its batches are never written during other writes or deletions of this node, and chunks that are
+deleted meanwhile are not transferred.
 """
 
 from __future__ import annotations

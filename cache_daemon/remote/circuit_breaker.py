@@ -2,8 +2,8 @@
 
 A closed circuit admits all calls. It opens after some failures in a row, or when half of the latest calls failed; an
 open circuit admits no calls. When a probe of the backend succeeds, the circuit is half open: it admits a few trial
-calls at a time and refuses all others. It closes when that number of trial calls has succeeded; one failure opens it
-again. A timeout counts as a failure.
+calls at a time and refuses all others. It closes when as many trial calls have succeeded; one failure opens it again.
+A timeout counts as a failure.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class DeletionEpochs:
         return root in self._tenants
 
     def predates_deletion(self, chunk: Chunk) -> bool:
-        """Return True if a remote deletion may concern the chunk, which is older."""
+        """Return True if the chunk is older than a remote deletion that may concern it."""
         record = self._tenants.get(chunk.root)
         of_tenant = self._forgotten_deleted_at if record is None else max(record.deleted_at, record.unsure_until)
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
@@ -211,7 +211,7 @@ class DeletionEpochs:
     def record_own_deletion(
         self, root: bytes, epoch: bytes, before: bytes | None = None, *, crossed: bool = False
     ) -> None:
-        """Record this node's own deletion of a tenant, or without ``root`` of everything.
+        """Record this node's own deletion of a tenant or, without ``root``, of everything.
 
         ``epoch`` is the new epoch, ``before`` the one that it replaced. ``crossed`` says that other nodes deleted
         something of the tenant before: all chunks that this node has inserted so far must then be removed.
@@ -284,17 +284,17 @@ class DeletionEpochs:
         return epochs.tenant_epoch is None and record is not None and bool(record.tenant_digest)
 
     def observed_at(self, root: bytes) -> float:
-        """Return when a tenant last changed, or without ``root`` everything (monotonic seconds)."""
+        """Return when a tenant's last deletion was observed; with an empty ``root``, that of everything (monotonic)."""
         if not root:
             return self._all_deleted_at
         record = self._tenants.get(root)
         return time.monotonic() if record is None else record.unapplied_since
 
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
-        """Record that a change observed at ``heard`` is applied on this node.
+        """Record that this node has applied the deletion that it observed at ``heard``.
 
-        Without ``root`` the change concerns everything. With ``gone`` it was the deletion of those chunks, else of all
-        chunks.
+        An empty ``root`` means a deletion of everything. ``gone`` are the chunks that were deleted; None means all
+        chunks of the tenant.
         """
         if not root:
             self._persist_global()

@@ -95,7 +95,7 @@ class RemotePrefetcher:
         return FetchResult(tokens, time.perf_counter() - began, load_slower)
 
     async def _fetch_missing(self, request: FetchRequest, began: float) -> tuple[int, bool]:
-        """Return the tokens that were added, and whether known ones are left because fetching them takes longer."""
+        """Return the number of added tokens, and whether stored ones were left because computing them is faster."""
         spans, ahead = await self._missing_chunks(request)
         if not spans:
             return 0, False
@@ -204,7 +204,7 @@ class RemotePrefetcher:
     async def _download(
         self, request: FetchRequest, lookup: InflightLookup, records: Sequence[RemoteRecord], limit: float
     ) -> bool:
-        """Download groups concurrently, and insert their chunks in order. Returns whether one came too late."""
+        """Download groups concurrently, and insert their chunks in order. Returns whether a group came too late."""
         began, size = time.perf_counter(), 0
         deadline, groups = began + limit, self._tier.group_by_call(records)
         lease = LeaseGuard([], self._tiers.on_released)

@@ -50,8 +50,8 @@ _PLACE_HEAD, _PLACE_PAYLOAD = b"remote head\0", b"remote payload\0"
 class InvalidRecord(Exception):
     """A value that does not match its name.
 
-    A ``corrupt`` value is useless to every node; another one has another version or encryption key, and may belong to
-    another node.
+    A ``corrupt`` value is useless to every node. A value that is invalid but not corrupt has another version or
+    encryption key, and may belong to another node.
     """
 
     def __init__(self, text: str, *, corrupt: bool = True) -> None:
@@ -91,7 +91,7 @@ def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | N
 
 
 def new_epoch(*, deletion: bool) -> bytes:
-    """Create a random epoch, marked as made by a deletion or not."""
+    """Create a random epoch; a bit of it says whether a deletion made it."""
     drawn = secrets.token_bytes(EPOCH_BYTES)
     return drawn[:-1] + bytes([drawn[-1] & 0xFE | deletion])
 

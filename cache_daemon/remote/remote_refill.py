@@ -1,7 +1,7 @@
 """Refill of a remote tier that lost its data, such as a Valkey that restarted empty.
 
-Nodes that know a deletion first write it back. After that time, this node enqueues the chunks of the arena that it
-would have written, parents before children. Chunks that are only on disk follow at their next use, or by ``cache
+First, nodes have time to write lost deletions back. Then this node enqueues the chunks of its arena that it would
+have written, parents before children. Chunks that are only on disk follow at their next use, or by ``cache
 push``: a refill must not evict the chunks that prompts use.
 """
 

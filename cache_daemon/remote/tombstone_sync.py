@@ -37,7 +37,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 class TombstoneApplier:
-    """Polls the backend's deletion epochs and tombstones, and deletes those chunks locally.
+    """Polls the backend for deletions, and applies them to the chunks of this node.
 
     It also writes back deletions that the backend has lost. Runs on the event loop.
     """
@@ -203,8 +203,9 @@ class TombstoneApplier:
     async def _write_back(self, root: bytes) -> None:
         """Write lost deletion epochs back, which invalidates older records.
 
-        The backend gets the same epoch again, so nodes that know the deletion need not apply it. If two nodes disagree
-        about the later epoch, so that it is lost a second time within minutes, a new deletion ends the conflict.
+        The backend gets the same epoch again, so nodes that know the deletion need not apply it. If two nodes
+        disagree about which epoch is later, each overwrites the other's; when this node finds its epoch lost a second
+        time within minutes, it creates a new deletion, which ends the conflict.
         """
         async with self._write_behind.write_lock:
             global_only = TenantEpochs(await self._tier.read_global_epoch(), None, None)

@@ -34,7 +34,7 @@ MAX_TOMBSTONES = 16384
 
 
 async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
-    """Replace a tenant's epoch, or without ``root`` the global one. Raises RemoteFailed.
+    """Replace a tenant's epoch or, without ``root``, the global one. Raises RemoteFailed.
 
     This invalidates older records.
     """
@@ -288,10 +288,10 @@ class DeletionWriter:
         return bool(gone) or not key
 
     async def _bump_epoch(self, deletion: PendingDeletion) -> None:
-        """Invalidate all records of a tenant, or without ``root`` of everything.
+        """Invalidate all records of a tenant or, without ``root``, of everything.
 
-        The new epoch replaces those of other nodes' deletions, so this node observes these first. Retries use the same
-        epoch, or this node would take it for another node's.
+        The new epoch replaces epochs of other nodes' deletions, so this node observes those deletions first. Retries
+        use the same epoch; otherwise this node would take its own epoch for another node's.
         """
         root, crossed = deletion.root, False
         deletion.epoch = deletion.epoch or new_epoch(deletion=True)

@@ -32,7 +32,8 @@ class Heartbeats:
 def check_totals(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
     """Return the totals of a heartbeat, in the order of its fields.
 
-    Raises InvalidRequest for an impossible total, or one below the session's heartbeat ``before`` (empty: none).
+    ``before`` are the totals of the session's previous heartbeat; empty for the first one. Raises InvalidRequest for
+    an impossible total, or one below the previous total.
     """
     totals = tuple(getattr(beat, field.name) for field in beat.DESCRIPTOR.fields)
     for field, value, earlier in zip(beat.DESCRIPTOR.fields, totals, before or (0,) * len(totals), strict=True):

@@ -37,9 +37,9 @@ class ChunkDeleter:
     async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
         """Remove a chunk with its subtree, a tenant's chunks, or everything.
 
-        ``chunk`` None removes a tenant; an empty ``root`` too removes everything. Removes only chunks that were
-        inserted by ``before`` (monotonic), and their descendants. Invalidates earlier reservations. Returns the number
-        of chunks removed.
+        ``chunk`` None removes all chunks of the tenant, or with an empty ``root`` everything. Removes only chunks that
+        were inserted by ``before`` (monotonic), and their descendants. Invalidates earlier reservations. Returns the
+        number of chunks removed.
         """
         self._invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:

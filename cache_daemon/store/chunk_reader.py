@@ -10,7 +10,7 @@ from kvsidecar.errors import ArenaFull, ChunkNotFound
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.chunk_usage import ChunkUsage
+from cache_daemon.store.lease_pin_limits import LeasePinLimit
 from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.lookup import Lookup
 from cache_daemon.store.store_threads import StoreThreads
@@ -25,7 +25,7 @@ class ChunkReader:
         self._tiers, self._lookup, self._durable, self._threads = tiers, lookup, durable, threads
 
     @contextlib.asynccontextmanager
-    async def promoted(self, chunk: Chunk, usage: ChunkUsage | None = None) -> AsyncIterator[memoryview]:
+    async def promoted(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> AsyncIterator[memoryview]:
         """Lease a chunk's payload while a block runs; ``usage`` is that of an external caller.
 
         Raises ArenaFull when the chunk cannot be promoted, LimitExceeded when the caller leases too much already.

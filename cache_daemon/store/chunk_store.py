@@ -274,8 +274,8 @@ class ChunkStore:
     async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
-        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. ``owner`` is the caller
-        whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
+        Without ``prefix_hash`` it deletes the tenant's chunks; if ``root`` is empty as well, everything. ``owner`` is
+        the caller whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
         StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
         deleted on this node all the same.
         """

@@ -27,7 +27,7 @@ class _Event:
 
 
 class EventLog:
-    """Events numbered from 1 without gaps, in all and per tenant root.
+    """Events, numbered from 1 without gaps: over all tenants, and for each tenant root.
 
     It keeps the last ``MAX_EVENTS``.
     """
@@ -63,8 +63,8 @@ class EventLog:
     ) -> AsyncIterator[WatchResponse]:
         """Yield the events after a number, then new ones as they arrive.
 
-        Yields all events, or those of one root with its own numbers. Raises EventsLost when events after the number
-        were dropped, InvalidRequest for a number that no event had yet.
+        Yields all events, or those of one ``root``, by that root's own numbers. Raises EventsLost when events after the
+        number were dropped, InvalidRequest for a number that no event had yet.
         """
         if epoch == 0:
             after = self._last_number[root]

@@ -32,7 +32,7 @@ class IndexRestorer:
     note: Callable[[bytes, bytes], None]
 
     async def restore(self, durable: DurableTier, reading: Executor) -> None:
-        """Index the durable tier's chunks and dispatch its notes. Reads on ``reading``."""
+        """Index the durable tier's chunks and dispatch its notes. Reads run on ``reading``."""
         loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(reading, lambda: list(durable.load()))
         notes = await loop.run_in_executor(reading, durable.notes)

@@ -1,12 +1,15 @@
-"""Leases: chunks that are read are neither moved nor freed until they are released."""
+"""Leases: chunks that are read are neither moved nor freed until they are released, or their lease expires."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.chunk_usage import ChunkUsage
+from cache_daemon.store.lease_pin_limits import LeasePinLimit
+
+# Expiry of leases of sessions that share no memory.
+LEASE_SECONDS = 60.0
 
 
 class LeaseGuard:
@@ -17,7 +20,7 @@ class LeaseGuard:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None], usage: ChunkUsage | None = None
+        self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None], usage: LeasePinLimit | None = None
     ) -> None:
         self.chunks: list[Chunk] = []
         self.acquired_at = time.monotonic()
@@ -59,3 +62,10 @@ class LeaseGuard:
                 self._usage.add(chunk, -1)
             if not chunk.leases:
                 self._on_released(chunk)
+
+
+def expire(leases: MutableMapping[bytes, LeaseGuard], older_than_seconds: float = LEASE_SECONDS) -> None:
+    """Release a session's leases that are older, and remove them."""
+    before = time.monotonic() - older_than_seconds
+    for lease_id in [key for key, lease in leases.items() if lease.acquired_at < before]:
+        leases.pop(lease_id).release()

@@ -20,8 +20,8 @@ from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import LimitExceeded, UnknownSession
 
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.chunk_usage import ChunkUsage
 from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.lease_pin_limits import LeasePinLimit
 from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prefix_index import MatchedChunk
@@ -182,7 +182,7 @@ class Lookup:
         self._hints.record_match(used, [m.chunk for _, m in content_matches], hints)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
-    async def acquire(self, chunk: Chunk, usage: ChunkUsage | None = None) -> LeaseGuard | None:
+    async def acquire(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> LeaseGuard | None:
         """Lease one chunk in the arena; None when it cannot be promoted.
 
         ``usage`` is that of an external caller. Raises LimitExceeded when it leases too much already.

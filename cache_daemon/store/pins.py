@@ -1,7 +1,7 @@
 """Pins: counted exemptions from eviction that survive restarts and supersession.
 
-Each pin belongs to a caller. External callers, which do not use the private socket, may use a share of the pin budget,
-of the arena and of the number of pins: all together, and each of them.
+Each pin belongs to a caller. External callers, which do not use the private socket, may together use a share of the
+pin budget, of the arena and of the number of pins, and each of them a smaller share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.chunk_usage import ChunkUsage, ExternalUsage
+from cache_daemon.store.lease_pin_limits import LeasePinLimit, LeasePinLimits
 from cache_daemon.store.tier_manager import TierManager
 
 NOTE_PREFIX = b"pin:"
@@ -38,7 +38,7 @@ class _Pin:
     requested_key: bytes  # the prefix hash that was pinned
     chunk: Chunk  # the chunk that now has the pin: a longer one may have superseded the original
     caller: bytes  # hash of an external caller's name; empty on the private socket
-    usage: ChunkUsage | None  # of that caller
+    usage: LeasePinLimit | None  # of that caller
     count: int = 0
 
 
@@ -48,7 +48,7 @@ class _Scope:
 
     name: str
     share: float  # of the limits
-    usage: ChunkUsage | None  # None: all pins
+    usage: LeasePinLimit | None  # None: all pins
 
     def has(self, chunk: Chunk) -> bool:
         return chunk.pins > 0 if self.usage is None else chunk in self.usage
@@ -68,7 +68,7 @@ class Pins:
         self._pins_of: dict[Chunk, list[_Pin]] = {}
         self._num_pins: Counter[bytes] = Counter()  # by caller
         external, own = int(budget_bytes * _EXTERNAL_SHARE), int(budget_bytes * _CALLER_SHARE)
-        self._external = ExternalUsage(external, own, lambda chunk: chunk.size_bytes)
+        self._external = LeasePinLimits(external, own, lambda chunk: chunk.size_bytes)
         self.pinned_bytes = self._num_dropped = 0
         tiers.on_unindexed.append(self._on_unindexed)
 
@@ -121,7 +121,7 @@ class Pins:
         return True
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a pin of an earlier start; one without its chunk ends, and one beyond the limits."""
+        """Restore a pin of an earlier start, unless its chunk is gone or it exceeds the limits."""
         key = name[len(NOTE_PREFIX) :]
         root, asked, caller = key[:HASH_BYTES], key[HASH_BYTES : 2 * HASH_BYTES], key[2 * HASH_BYTES :]
         if len(value) == _COUNT.size + HASH_BYTES and len(caller) in (0, _CALLER_BYTES):
@@ -156,7 +156,10 @@ class Pins:
         self._check_bytes(pin, path)
 
     def _check_bytes(self, pin: _Pin, path: Sequence[Chunk], replaced: Chunk | None = None) -> None:
-        """Raise QuotaExceeded unless the limits allow to pin a path, where its last chunk replaces another one."""
+        """Raise QuotaExceeded unless the limits allow to pin a path.
+
+        The path's last chunk supersedes ``replaced``, if given.
+        """
         limits, leaving = path[-1].tenant.limits, [] if replaced is None else [replaced]
         for scope in self._scopes(pin):
             added, left = [c for c in path if not scope.has(c)], [c for c in leaving if scope.has(c)]
@@ -243,7 +246,7 @@ class Pins:
         """Raise AssertionError unless pins, chunks and usages add up."""
         pins = [pin for of_name in self._pins.values() for pin in of_name.values()]
         counts: Counter[Chunk] = Counter()
-        usages: dict[ChunkUsage, Counter[Chunk]] = {}
+        usages: dict[LeasePinLimit, Counter[Chunk]] = {}
         for pin in pins:
             for member in self._tiers.index.path(pin.chunk):
                 counts[member] += pin.count
@@ -256,7 +259,7 @@ class Pins:
 
 
 def _caller_id(name: str) -> bytes:
-    """Return the id of a caller in notes; the store has no names."""
+    """Return the id of a caller in notes: a hash, so that the store contains no names."""
     return blake2b(name.encode(), digest_size=_CALLER_BYTES).digest() if name else b""
 
 

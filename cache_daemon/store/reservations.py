@@ -156,9 +156,9 @@ class Reservations:
     def invalidate(self, root: bytes, key: bytes, before: float = inf) -> None:
         """Invalidate reservations that a deletion concerns.
 
-        A running commit does not insert their chunks either. These are the reservations of a tenant (with an empty
-        root, of all) made by ``before`` (monotonic); with ``key``, only those of that chunk and its descendants. Their
-        names can be reserved again at once.
+        These are the reservations of a tenant (with an empty root, of all) that were made by ``before`` (monotonic);
+        with ``key``, only those of that chunk and its descendants. A running commit does not insert their chunks
+        either. Their names can be reserved again at once.
         """
         leads: dict[bytes, bool] = {}
         concerned = {

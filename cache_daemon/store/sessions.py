@@ -19,15 +19,13 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.chunk_usage import ChunkUsage, ExternalUsage
 from cache_daemon.store.counters import Counters
-from cache_daemon.store.leases import LeaseGuard
+from cache_daemon.store.lease_pin_limits import LeasePinLimit, LeasePinLimits
+from cache_daemon.store.leases import LEASE_SECONDS, LeaseGuard, expire
 from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 _Handle = TypeVar("_Handle")
-# Expiry of leases of sessions that share no memory.
-LEASE_SECONDS = 60.0
 # Shares of the arena that all sessions without shared memory may lease, and those of one caller.
 _EXTERNAL_SHARE, _CALLER_SHARE = 0.5, 0.25
 
@@ -73,7 +71,7 @@ class Session:
     closed: bool = False
     heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
     owner: object = None  # the principal that opened it
-    usage: ChunkUsage | None = None  # leased chunks of its owner; None if it shares memory
+    usage: LeasePinLimit | None = None  # leased chunks of its owner; None if it shares memory
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)
@@ -117,7 +115,7 @@ class SessionTable:
 
     def __init__(self, staging_bytes: int, arena_bytes: int) -> None:
         self._staging_bytes = staging_bytes
-        self._leased = ExternalUsage(
+        self._leased = LeasePinLimits(
             int(arena_bytes * _EXTERNAL_SHARE), int(arena_bytes * _CALLER_SHARE), lambda c: footprint(c.size_bytes)
         )
         self._open: dict[bytes, Session] = {}
@@ -155,7 +153,7 @@ class SessionTable:
             self._open[session.id] = session
         return session
 
-    def leased_by(self, owner: Hashable) -> ChunkUsage:
+    def leased_by(self, owner: Hashable) -> LeasePinLimit:
         """Return the leased chunks of an external caller; keep the result while it leases any."""
         return self._leased.of(owner)
 
@@ -172,11 +170,9 @@ class SessionTable:
         Without this, a remote caller that never releases its leases could keep the arena full. Releasing them is safe:
         such a session cannot read the arena, and calls that stream chunks lease them themselves.
         """
-        before = time.monotonic() - older_than_seconds
         for session in self:
             if not session.shares_memory:
-                for lease_id in [key for key, lease in session.leases.items() if lease.acquired_at < before]:
-                    session.leases.pop(lease_id).release()
+                expire(session.leases, older_than_seconds)
 
     def __len__(self) -> int:
         return len(self._open)

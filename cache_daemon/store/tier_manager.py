@@ -153,7 +153,7 @@ class TierManager:
 
     @staticmethod
     def record_use(chunks: Iterable[Chunk], now: float, *, is_hit: bool) -> None:
-        """Record the time of a use, and hits. ``touch`` tells the eviction policies later."""
+        """Record the time of a use, and count it if it is a hit. ``touch`` tells the eviction policies later."""
         for chunk in chunks:
             chunk.hits += is_hit
             chunk.last_used_at = now

@@ -2,7 +2,7 @@
 
 A tenant with a quota has partitions of its own: other tenants never evict from them, and once it is full the tenant
 evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are evicted
-first: they have a second partition of a tenant with a quota, or share the partition of the lowest priority.
+first: a tenant with a quota has a second partition for them, those of all other tenants share the lowest partition.
 """
 
 from __future__ import annotations

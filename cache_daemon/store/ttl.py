@@ -53,7 +53,10 @@ class TtlIndex:
     # ---- schedule -------------------------------------------------------------------------------------------
 
     def schedule(self, chunk: Chunk, earliest: float = -inf) -> None:
-        """Schedule an indexed chunk for its deadline, but not before ``earliest``, unless it is scheduled earlier."""
+        """Schedule an indexed chunk for its deadline or, if that is later, for ``earliest``.
+
+        A chunk that is already scheduled earlier keeps its time.
+        """
         at = max(chunk.deadline, earliest)
         if at < self._scheduled.get(chunk.key, inf):
             self._unschedule(chunk.key)
@@ -63,7 +66,7 @@ class TtlIndex:
     def next_due(self, now: float) -> Chunk | None:
         """Take the next chunk whose scheduled time has passed.
 
-        It is expired, or was used or pinned since it was scheduled; then it is scheduled again.
+        If it was used or pinned after it was scheduled, it has not expired, and is scheduled again.
         """
         if not self._due or self._due[0][0] >= now:
             return None

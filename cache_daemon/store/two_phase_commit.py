@@ -25,7 +25,7 @@ from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.loss_cause import LossCause, LostChunk
-from cache_daemon.store.prefill_claims import PrefillClaims
+from cache_daemon.store.prefill_time_bounds import PrefillTimeBounds
 from cache_daemon.store.reservations import Reservations
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
@@ -67,7 +67,7 @@ class TwoPhaseCommit:
     ) -> None:
         self._tiers, self._inserter, self._reservations = tiers, inserter, reservations
         self._persistence, self._epoch, self._threads = inserter.persistence, epoch, threads
-        self._prefill_claims = PrefillClaims()
+        self._prefill_time_bounds = PrefillTimeBounds()
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
     async def commit(
@@ -189,7 +189,7 @@ class TwoPhaseCommit:
             self._tiers.release_slot(copy.slot)
             return COMMIT_OUTCOME_CHECKSUM_MISMATCH
         reservation.header.checksum = copy.checksum
-        reservation.header.prefill_seconds = self._prefill_claims.clamp(session, reservation.header)
+        reservation.header.prefill_seconds = self._prefill_time_bounds.clamp(session, reservation.header)
         new_chunk = NewChunk(
             reservation.header,
             reservation.ids,

@@ -390,7 +390,7 @@ class _Divergence:
         self.first_differences.append(next((i for i, (a, b) in pairs if a != b), len(full.greedy_tokens)))
 
     def must_fail(self, limits: Thresholds, total: int) -> bool:
-        """True if the arm fails for any values of the remaining of ``total`` predictions."""
+        """True if the arm fails whatever the remaining of the ``total`` predictions are."""
         right = total - len(self.same) + sum(self.same)
         return sum(self.kl) > limits.max_kl * total or right / total < limits.min_agreement
 

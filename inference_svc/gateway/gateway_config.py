@@ -73,8 +73,8 @@ class GatewayConfig(BaseSettings):
     receive_seconds: float = Field(default=60.0, gt=0)
     """Deadline for receiving a request's head, and then its body; then the connection is closed."""
     send_seconds: float = Field(default=60.0, gt=0)
-    """In each such time a client must read 64 KiB of its pending bytes, or all of them; else the connection is
-    closed."""
+    """A client must read 64 KiB of its pending bytes, or all of them, in every period of this length; else the
+    connection is closed."""
     allow_origins: str = ""
     """Origins whose pages may use the API from a browser, such as https://chat.example.com, separated by commas; * for
     all. Without it, only this server's own page may, and without keys pages of other origins are not served at all."""
@@ -93,7 +93,7 @@ class GatewayConfig(BaseSettings):
     """How long a request waits while the supervisor of kvsidecar serve reports that it is restarting a worker; with
     --nodes, while no node is up and some node reports that it is starting a worker."""
     supervisor_dir: Path | None = None
-    """Runtime folder of the kvsidecar serve that runs this gateway, which sets it."""
+    """kvsidecar serve sets it for its gateway: the runtime folder of the node."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) for spans, such as http://localhost:4317. When empty, the standard
     variables OTEL_EXPORTER_OTLP_... apply; off without those. Needs kvsidecar[otel]."""

@@ -20,13 +20,13 @@ from kvsidecar.errors import (
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from inference_svc.gateway import openai_format
+from inference_svc.gateway import openai_fields
 from inference_svc.gateway.answer_handlers import AnswerHandlers, AnswerServices
 from inference_svc.gateway.anthropic_api.count_tokens import CountTokens
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
-from inference_svc.gateway.cache_fields import ReleaseBody, release_session
+from inference_svc.gateway.cache_hints import ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet_api import (
     PromptBody,
@@ -50,8 +50,8 @@ from inference_svc.gateway.request_runner import (
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
-from inference_svc.gateway.responses_api.kept_responses import KeptResponses
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.worker_retry import WorkerRetry
@@ -75,7 +75,7 @@ class GatewayHandlers:
         self.adapters = LoraRoutes(self.router, self.keys, self.bodies)
         self._conversations, self._history = ConversationStore(), RequestHistory()
         self._parser = RequestParser(self.keys, self._conversations)
-        self.kept = KeptResponses(self._conversations, self.keys, self.bodies)
+        self.kept = StoredResponseRoutes(self._conversations, self.keys, self.bodies)
         self.count_tokens = CountTokens(self.bodies, self._parser, self._models)
         self._wait = WorkerWait(self.router, config)
         runner = RequestRunner(config, WorkerRetry(config, self.router, self.metrics, self._wait))
@@ -96,7 +96,7 @@ class GatewayHandlers:
         name = request.path_params["name"]
         if not name:
             raise UnknownModel("name a model", param="model")
-        return JSONResponse(openai_format.model(self._models.worker(name).model, name, self.router.started))
+        return JSONResponse(openai_fields.model(self._models.worker(name).model, name, self.router.started))
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_tokenize)

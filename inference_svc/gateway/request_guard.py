@@ -30,6 +30,9 @@ _PATHS = _OPEN | _API | {MESSAGES_PATH, COUNT_PATH} | {LOAD, UNLOAD, "/tokenize"
 _CODES = {401: ("authentication_error", "invalid_api_key"), 403: ("invalid_request_error", "permission_denied")}
 _CODES |= {415: ("invalid_request_error", "unsupported_media_type"), 503: ("server_error", "unavailable")}
 
+# Statuses that pass: the SDKs send such a request again after so many seconds.
+_BUSY, _RETRY_SECONDS = frozenset({429, 503}), "1"
+
 
 class RequestGuard:
     """Authorizes requests and counts answers.
@@ -52,6 +55,8 @@ class RequestGuard:
             if message["type"] == "http.response.start":
                 if request_id:
                     MutableHeaders(scope=message).setdefault(REQUEST_ID, request_id)
+                if message["status"] in _BUSY:
+                    MutableHeaders(scope=message).setdefault("Retry-After", _RETRY_SECONDS)
                 known = path if path in _PATHS else "other"
                 self._metrics.requests.labels(known, str(message["status"])).inc()
             await send(message)

@@ -11,7 +11,7 @@ from kvsidecar.errors import UnknownRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.tenant_lru import TenantLru
 
-from inference_svc.gateway.openai_format import miss_reason
+from inference_svc.gateway.openai_fields import miss_reason
 
 _MAX_BYTES, _MAX_BYTES_IN_ALL = 1 << 20, 16 << 20
 _OVERHEAD_BYTES = 1024  # the objects of an entry, and its ids
@@ -37,7 +37,7 @@ class RequestHistory:
         self._entries = TenantLru[HistoryEntry](_MAX_BYTES, _MAX_BYTES_IN_ALL)
 
     def add(self, tenant: Hashable, salt: str, ids: Iterable[str], model: str, part: pb.GenerateStreamResponse) -> None:
-        """Keep an answer, given its last message. An answer of several choices keeps its first one."""
+        """Keep an answer, given its last message. Of an answer with several choices, only the first is kept."""
         names = tuple(dict.fromkeys(name for name in ids if name))
         if not names or self._entries.get(tenant, answer_key(names[0], salt)) is not None:
             return

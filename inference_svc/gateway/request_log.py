@@ -63,7 +63,7 @@ class LogLine:
         self.add(model=model, **{name: int(self.fields.get(name, 0)) + count for name, count in counts.items()})
 
     def missed(self, miss: pb.MissReason) -> None:
-        """Record the reason why an answer computed tokens of its prompt; of several answers, the first one's."""
+        """Record the reason why an answer computed tokens of its prompt; with several answers, the first reason."""
         if not self.miss_header:
             self.miss_header = miss_text(miss)
             by = "" if miss.kind == "reuse_off" else miss.by  # a sentence about the node, not about the request

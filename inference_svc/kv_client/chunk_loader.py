@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import torch
-from kvkernels import ChunkPlacement
+from kvkernels import ChunkPlacement, LoadedLayers
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS
 from kvsidecar.kv_transfer.prefix_lookup import header_of
@@ -25,20 +25,20 @@ from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.context_reuse.rope_shift import Rotation
 from inference_svc.context_reuse.selectors.selector import recompute_cost
 from inference_svc.kv_client.client_context import ClientContext
+from inference_svc.kv_client.pool_writer import PoolWriter
 from inference_svc.kv_client.sequence_load import SequenceLoad
-from inference_svc.kv_client.window_plan import WindowPlan, load_layers, plan_window
+from inference_svc.kv_client.window_plan import WindowPlan, plan_window
 from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
-from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent, group_layers
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
 
 # Shorter relocated chunks cost more accuracy at their edges than they save.
 _MIN_RELOCATED_TOKENS = 8
-# A load of at least _MIN_LAYERWISE_TOKENS is layerwise: the engine may compute as soon as the first group of
-# _LAYER_GROUP layers is loaded.
-_MIN_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
+# A load of at least so many tokens is layerwise: the engine may compute as soon as the first group of layers is loaded.
+_MIN_LAYERWISE_TOKENS = 512
 # The daemon may have to read matched chunks from disk: the timeout of Match grows with their size.
 _DISK_BYTES_PER_SECOND = 200e6
 # Maximum time that a Match waits for the remote tier.
@@ -187,8 +187,9 @@ class ChunkLoader:
     def copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
         """Copy planned chunks into the pool, in order of layers, and release their lease.
 
-        A large load is reported before the copy, with a gate that opens layer by layer. Without a gate, the caller
-        reports an incomplete copy.
+        A large load is reported before the copy, with a gate that opens layer by layer: to the engine's stream, once
+        the copy of a group of layers is enqueued. This thread waits for the device at the end. Without a gate, the
+        caller reports an incomplete copy.
         """
         began, parts, pool = time.perf_counter(), found.copies, load.pool
         layers, gate = self._geometry.layers, None
@@ -201,19 +202,23 @@ class ChunkLoader:
             if copied >= _MIN_LAYERWISE_TOKENS and session.transport.zero_copy:
                 gate = LayerReadyEvent(layers)
                 load.report(replace(found.restored, gate=gate))
-            group = _LAYER_GROUP if gate else layers
-            groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
-            with closing(
-                self._pieces(session, found.lease_id, parts, self._cost_model.load_timeout(copied))
-            ) as arriving:
-                for pieces, far in arriving:
-                    for there in load_layers(pool, pieces, far, groups):
-                        if not session.leases_valid:
-                            raise ConnectionError("the session ended while chunks were copied")
-                        if gate:
-                            gate.open(there.stop)
-                        if not load.wanted:
-                            return
+            groups = [range(layers)]
+            if gate:
+                groups = group_layers(layers, sum(part.match.payload_bytes for part in parts) // layers)
+            max_seconds = self._cost_model.load_timeout(copied)
+
+            def accept(loaded: LoadedLayers) -> bool:
+                if not session.leases_valid:
+                    raise ConnectionError("the session ended while chunks were copied")
+                if gate:
+                    gate.open(loaded.layers.stop, loaded.ready)
+                return load.wanted
+
+            with closing(self._pieces(session, found.lease_id, parts, pool, max_seconds)) as arriving:
+                if not PoolWriter(pool, groups).write(arriving, accept):
+                    return
+            if gate:
+                gate.complete_load()
             size_bytes = int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
             done = CompletedLoad(copied, size_bytes, found.lookup_seconds + time.perf_counter() - began)
         except grpc.RpcError as error:
@@ -231,24 +236,20 @@ class ChunkLoader:
             load.report(replace(found.restored, restore_ms=(ended - found.restored.looked_up_at) * 1e3))
 
     def _pieces(
-        self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], max_seconds: float
-    ) -> Generator[tuple[list[ChunkPlacement], list[ChunkPlacement]], None, None]:
-        """Yield chunk placements: a list for all layers, and a list for layers without a window only.
+        self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], pool: KVPool, max_seconds: float
+    ) -> Generator[list[ChunkPlacement], None, None]:
+        """Yield chunk placements: those in shared memory together, so that layers can be copied in order.
 
-        Payloads in shared memory are yielded together, so that layers can be copied in order. Streamed payloads are
-        yielded one by one as they arrive, for at most ``max_seconds``.
+        Streamed payloads are yielded one by one as they arrive, for at most ``max_seconds``.
         """
         payloads = session.read(lease_id, [part.match for part in parts], self._timeout, max_seconds)
         with closing(payloads):
             pieces = (
-                (
-                    part.global_layers_only,
-                    ChunkPlacement(header_of(part.match, self._geometry), payload, part.slots, part.rotation),
-                )
+                ChunkPlacement(header_of(part.match, self._geometry), payload, part.slots, part.rotation, layers)
                 for part, payload in zip(parts, payloads, strict=True)
+                for layers in [frozenset(pool.wide_layers) if part.global_layers_only else None]
             )
-            for some in [list(pieces)] if session.transport.zero_copy else ([one] for one in pieces):
-                yield [piece for far, piece in some if not far], [piece for far, piece in some if far]
+            yield from [list(pieces)] if session.transport.zero_copy else ([one] for one in pieces)
 
     @staticmethod
     def _plan_window(sequence: Sequence, pool: KVPool, answer: pb.MatchResponse, stored: StoredPrefix) -> WindowPlan:
@@ -283,9 +284,9 @@ class ChunkLoader:
         return out
 
     def prefetch(self, session: Session, sequence: Sequence) -> int:
-        """Promote a prompt's stored chunks to the daemon's memory, from the remote tier, too. Returns their tokens.
+        """Promote a prompt's stored chunks to the daemon's memory, from the remote tier, too.
 
-        Raises grpc.RpcError.
+        Returns the number of their tokens. Raises grpc.RpcError.
         """
         cache = sequence.request.cache
         cuts = self._chunk_ends(session, sequence)

@@ -221,7 +221,7 @@ class DaemonConnector:
                 )
 
     def prefetch(self, sequence: Sequence) -> int:
-        """Load a prompt's stored chunks into the daemon's memory. Returns their tokens. Blocks."""
+        """Load a prompt's stored chunks into the daemon's memory. Returns the number of their tokens. Blocks."""
         tokens = 0
         with self._guard(sequence) as found:
             if found is not None:

@@ -6,13 +6,9 @@ prefix. If only some layers have a window, the other layers load the tokens befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvkernels import ChunkPlacement, unpack_chunks
-
 from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
-from inference_svc.kv_pool.disk_overflow import runs_of
 from inference_svc.kv_pool.kv_pool import KVPool
 
 
@@ -54,20 +50,3 @@ def plan_window(
     return WindowPlan(
         found, start, BlockTable(list(table.ranges), first_valid_token=start, in_overflow=table.in_overflow)
     )
-
-
-def load_layers(
-    pool: KVPool, pieces: Sequence[ChunkPlacement], far: Sequence[ChunkPlacement], groups: Sequence[range]
-) -> Iterator[range]:
-    """Write chunk placements into the pool. Yields each group of layers when it is complete.
-
-    Layers with a window do not get the ``far`` placements.
-    """
-    wide = set(pool.wide_layers)
-    runs = [runs_of([i for i in group if i in wide]) for group in groups]
-    behind = unpack_chunks(pool.keys, pool.values, far, [run for some in runs for run in some]) if far else iter(())
-    near = unpack_chunks(pool.keys, pool.values, pieces, groups) if pieces else iter(groups)
-    for group, some in zip(near, runs, strict=True):
-        for _ in zip(some, behind, strict=False):  # the generator writes one run per iteration
-            pass
-        yield group

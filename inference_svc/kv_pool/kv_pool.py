@@ -110,9 +110,9 @@ class KVPool(BlockAllocator):
         return bool(self.window) and self.attends_by_pages
 
     def first_visible(self, position: int) -> int:
-        """First token that windowed layers see from ``position - 1``. Rounded down to a multiple of WINDOW_STEP.
+        """First token that windowed layers see from ``position - 1``, rounded down to a multiple of WINDOW_STEP.
 
-        ``position - 1``, because a request that shares a prompt computes the prompt's last token again.
+        It is seen from ``position - 1`` because a request that shares a prompt computes the prompt's last token again.
         """
         return self.round_to_step(max(0, position - self.max_window)) if self.max_window else 0
 

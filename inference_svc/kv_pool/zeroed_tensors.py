@@ -40,8 +40,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def populate(parts: Sequence[torch.Tensor]) -> threading.Thread | None:
     """Makes the pages of contiguous tensors resident, and keeps their contents.
 
-    Returns the thread that does it; None if the pages are resident already. That is so for small tensors, and on
-    systems without MADV_POPULATE_WRITE: there it writes zeros, so the tensors must contain only zeros.
+    Returns the thread that does it; None for small tensors, whose pages are resident at return. Systems without
+    MADV_POPULATE_WRITE have no thread either: there it writes zeros, so the tensors must contain only zeros.
     """
     if not _made(parts[0], 1):
         for part in parts:

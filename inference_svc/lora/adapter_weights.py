@@ -1,4 +1,4 @@
-"""Adapter weights, read for a model and checked against its layers."""
+"""Adapter weights, read for a model and checked against its layers, and their part of the cache namespace."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from kvkernels.device.visible_devices import device_of
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -63,8 +64,8 @@ class SequenceSlice:
 
     Their positions are ``start`` and the following ones, or the ascending ``positions``. ``table`` must contain the
     keys and values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With
-    ``wants_logits`` it also computes logits for the last token; if the last ``num_drafted`` tokens are draft tokens,
-    for these, the token before them, and all tokens of ``branches``.
+    ``wants_logits`` it also computes logits for the last token. If the last ``num_drafted`` tokens are draft tokens, it
+    computes logits for these, for the token before them, and for all tokens of ``branches``.
     """
 
     tokens: list[int]
@@ -185,9 +186,14 @@ class ForwardBatch:
     copies: SlotCopies | None = None
 
     def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is loaded for all sequences of the batch. Raises LayerLoadFailed."""
+        """Waits until a layer is loaded for all sequences of the batch. Raises LayerLoadFailed.
+
+        On a device, the current stream waits.
+        """
         for gate in self.gates:
-            gate.pass_layer(layer)
+            ready = gate.pass_layer(layer)
+            if ready is not None:
+                device_of(self.pool.keys.device).current_stream().wait(ready)
 
 
 class AttentionObserver(Protocol):

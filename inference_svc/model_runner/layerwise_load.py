@@ -1,4 +1,8 @@
-"""Layerwise load: a step computes the first layers while deeper ones are still being loaded."""
+"""Layerwise load: a step computes the first layers while deeper ones are still being loaded.
+
+On a CPU, the step waits until a layer is in the pool. On a device, it waits until the copy of the layer is enqueued,
+and the device's stream waits for the copy.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvkernels.cuda.chunk_transfer import BANK_BYTES
+from kvkernels.device.device_port import Event
 from kvsidecar.errors import KVSidecarError
 
 from inference_svc.model_runner.engine_lost import EngineLost
@@ -13,10 +19,20 @@ from inference_svc.model_runner.engine_lost import EngineLost
 # A copy from memory that takes longer than this hangs. Its thread may still write to the blocks at any time, so the
 # blocks cannot be freed and the engine ends.
 MAX_COPY_SECONDS = 60.0
+LAYER_GROUP = 8  # layers, at most
 
 
 class LayerLoadFailed(KVSidecarError):
     """A load ended before all layers were in the pool."""
+
+
+def group_layers(layers: int, layer_bytes: int) -> list[range]:
+    """Divide layers into groups that are loaded one after the other, of ``layer_bytes`` per layer.
+
+    A group is one copy through a device's pinned memory, so larger loads have smaller groups.
+    """
+    size = min(LAYER_GROUP, max(1, BANK_BYTES // max(1, layer_bytes)))
+    return [range(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
 class LayerReadyEvent:
@@ -28,13 +44,14 @@ class LayerReadyEvent:
     def __init__(self, layers: int) -> None:
         self._layers, self._ready = layers, 0
         self._failed = False
+        self._enqueued: list[tuple[range, Event]] = []  # layers that a device loads, until ``complete_load``
         self._made, self._completed = time.perf_counter(), 0.0
         self._changed = threading.Condition()
 
     @property
     def complete(self) -> bool:
         """True if all layers are loaded."""
-        return self._ready == self._layers
+        return self._ready == self._layers and not self._enqueued
 
     @property
     def done(self) -> bool:
@@ -50,27 +67,40 @@ class LayerReadyEvent:
         """Milliseconds from creation to the last layer; 0 until then."""
         return max(0.0, self._completed - self._made) * 1e3
 
-    def open(self, layers: int) -> None:
-        """Marks the first ``layers`` layers as loaded."""
+    def open(self, layers: int, ready: Event | None = None) -> None:
+        """Marks the first ``layers`` layers as loaded, or as enqueued on a device that has then done ``ready``."""
         with self._changed:
             if layers == self._layers:
                 self._completed = time.perf_counter()
+            if ready is not None:
+                self._enqueued.append((range(self._ready, layers), ready))
             self._ready = layers
+            self._changed.notify_all()
+
+    def complete_load(self) -> None:
+        """Marks enqueued layers as loaded: the loader has waited for the device."""
+        with self._changed:
+            self._enqueued.clear()
+            self._completed = time.perf_counter()
             self._changed.notify_all()
 
     def fail(self) -> None:
         """Marks the load as failed. No effect once all layers are loaded."""
         with self._changed:
-            self._failed = self._ready < self._layers
+            self._failed = not self.complete
             self._changed.notify_all()
 
-    def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is loaded. Raises LayerLoadFailed, EngineLost."""
-        if self._ready > layer:
-            return
-        self._wait(lambda: self._failed or self._ready > layer)
+    def pass_layer(self, layer: int) -> Event | None:
+        """Waits until a layer is loaded or enqueued; returns the event of an enqueued one.
+
+        The caller's stream waits for the event before it reads the layer. Raises LayerLoadFailed, EngineLost.
+        """
         if self._ready <= layer:
-            raise LayerLoadFailed(f"layer {layer} was not loaded")
+            self._wait(lambda: self._failed or self._ready > layer)
+        with self._changed:
+            if self._ready <= layer:
+                raise LayerLoadFailed(f"layer {layer} was not loaded")
+            return next((event for layers, event in self._enqueued if layer in layers), None)
 
     def wait_done(self) -> None:
         """Waits until the loader has stopped writing. Raises EngineLost."""

@@ -1,8 +1,8 @@
 """Translates compressed-tensors' ``pack-quantized`` 4-bit weights into AutoAWQ's parts.
 
 A linear layer has ``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale [out, groups]``, ``weight_shape`` (out,
-in), and ``weight_zero_point`` int32 ``[out / 8, groups]`` unless all zeros are 0. Nibble i of a word holds number i
-plus 8. The numbers of a word belong to consecutive inputs in weights, and to consecutive outputs in zeros
+in), and ``weight_zero_point`` int32 ``[out / 8, groups]`` unless all zeros are 0. Nibble i of a word is the
+i-th number plus 8. The numbers of a word belong to consecutive inputs in weights, and to consecutive outputs in zeros
 (``compressed_tensors.compressors.pack_quantized``). So both are AWQ's numbers from 0 to 15, in another order.
 """
 

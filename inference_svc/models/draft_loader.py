@@ -12,10 +12,10 @@ COPY_BITS = 4
 
 
 def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context_length: int = 0) -> LoadedModel:
-    """Load the draft ``name`` for ``loaded`` onto its device.
+    """Load the draft model ``name`` for ``loaded``, onto the device of ``loaded``.
 
-    ``loaded`` is ``model`` with ``context_length``. Raises ConfigurationError or ModelUnsupported for a model that
-    cannot be its draft.
+    ``model`` is the name from which ``loaded`` was loaded. Raises ConfigurationError or ModelUnsupported for a model
+    that cannot be its draft.
     """
     device, dtype = str(loaded.device), str(loaded.dtype).removeprefix("torch.")
     if name == SELF:

@@ -64,7 +64,7 @@ class ServeConfig(ModelSettings):
     """Number of inference workers."""
     devices: str = ""
     """Numbers of the GPUs that the workers use in turn, separated by commas, such as 0,1. Each worker sees only its own
-    (tensor_parallel_size of them); workers is by default as many as these suffice for."""
+    (tensor_parallel_size of them). By default, there are as many workers as the GPUs suffice for."""
     host: str = "127.0.0.1"
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)

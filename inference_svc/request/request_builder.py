@@ -122,8 +122,8 @@ class RequestBuilder:
     ) -> tuple[list[int], DocumentMarks]:
         """Truncate a prompt to ``most`` tokens.
 
-        Keeps the special tokens at its start and its last tokens; in the middle, equal numbers of first and last
-        tokens; at the right, its first tokens.
+        If tokens are removed at the left, it keeps the special tokens at the start and the last tokens; if in the
+        middle, equal numbers of first and last tokens; if at the right, the first tokens.
         """
         kept = {pb.TRUNCATION_MIDDLE: most // 2, pb.TRUNCATION_RIGHT: most}.get(side)
         head = kept or 0
@@ -227,7 +227,7 @@ class RequestBuilder:
         return ids, DocumentMarks(segment_ends=tuple(ends))
 
     def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
-        """Keep the tokens of an answer with calls that the model ended; ``message`` is how clients send it back."""
+        """Keep the tokens of a complete answer with calls; clients send it back as ``message``."""
         tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
         self._sampled_calls.keep(salt, message, tokens[: -1 if tokens[-1] in self._loaded.stop_tokens else None])
 

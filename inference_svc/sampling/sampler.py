@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
+from inference_svc.sampling.logits_processors import apply_logit_bias, apply_masks
 from inference_svc.sampling.logprobs import SampledToken, add_logprobs
 from inference_svc.sampling.penalties import apply_penalties
 from inference_svc.sampling.sampling_params import min_p_margin
@@ -90,10 +91,10 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     # The maximum of a row with NaN is NaN, so this one reduction finds all rows that are not finite.
     best = scores.amax(-1)
     sound = torch.isfinite(best).tolist()
-    lost = _apply_masks(scores, samplers, vocabulary)
+    lost = apply_masks(scores, samplers, vocabulary)
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
-    _apply_logit_bias(scores, samplers)
+    apply_logit_bias(scores, samplers)
     apply_penalties(scores, [(s.params, s.counts) for s in samplers])
     if not all(s.is_unmodified for s in samplers):
         best = scores.amax(-1)
@@ -117,51 +118,6 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
         if able[i]:
             out[i] = add_logprobs(found[i], line, samplers[i].logprobs or 0, samplers[i].logprob_tokens)
     return out
-
-
-def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) -> dict[int, GenerationFailed]:
-    """Masks tokens that are not allowed, in ``scores [rows, padded vocabulary]``.
-
-    Returns the errors of rows whose grammar failed; all tokens of such a row are masked.
-    """
-    device, lost = scores.device, {}
-    steered, masks = [], []
-    for i, s in enumerate(samplers):
-        if s.grammar is not None:
-            try:
-                masks.append(s.grammar.mask())
-                steered.append(i)
-            except GenerationFailed as error:
-                scores[i].fill_(_LEAST)
-                lost[i] = error
-    if masks:
-        # The masks are copied to the device as bits, an eighth of the bytes, and unpacked there.
-        packed = torch.from_numpy(np.stack(masks)).to(device)
-        bits = packed[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device)).bitwise_and_(1)
-        for i, denied in zip(steered, (bits == 0).view(len(masks), -1), strict=True):
-            scores[i, :vocabulary].masked_fill_(denied[:vocabulary], _LEAST)
-    for i, s in enumerate(samplers):
-        if s.params.allowed_tokens is not None:
-            kept = torch.tensor(sorted(s.params.allowed_tokens), device=device)
-            values = scores[i, kept]
-            scores[i].fill_(_LEAST)
-            scores[i, kept] = values
-        early = [token for token in s.too_early if token < vocabulary]
-        if early:
-            ends = torch.tensor(early, device=device)
-            values = scores[i, ends]
-            scores[i, ends] = _LEAST
-            if not torch.isfinite(scores[i].amax()):  # no other token is allowed: the grammar is complete
-                scores[i, ends] = values
-    return lost
-
-
-def _apply_logit_bias(scores: Tensor, samplers: list[SamplingState]) -> None:
-    """Adds the biases of each row to ``scores [rows, padded vocabulary]``."""
-    biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
-    if biased:
-        at, ids, biases = (torch.tensor(column, device=scores.device) for column in zip(*biased, strict=True))
-        scores.index_put_((at, ids), biases.float(), accumulate=True)
 
 
 def _sample_top_p(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> list[int]:

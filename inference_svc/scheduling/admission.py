@@ -1,7 +1,7 @@
 """Admission: finds a waiting prompt's prefix in the pool and allocates its blocks.
 
-The scheduler decides the order. If another request is computing the prefix of a waiting request, the waiting request is
-held back until it can share the prefix, so that the prefix is computed once. If another request is loading the prefix,
+``waiting_order`` decides the order. If another request is computing the prefix of a waiting request, the latter is held
+back until it can share the prefix, so that the prefix is computed once. If another request is loading the prefix,
 the waiting request waits only if the load should be faster than computing, and no longer than computing would take.
 Only the engine's thread uses this module.
 """
@@ -24,7 +24,7 @@ from inference_svc.kv_pool.prefix_cache import (
     TokenArray,
     common_prefix,
 )
-from inference_svc.scheduling import scheduler
+from inference_svc.scheduling import waiting_order
 from inference_svc.scheduling.context_limits import LOOKAHEAD_TOKENS, exceeds_pool
 from inference_svc.scheduling.copy_on_write import CopyOnWrite, PrefixSource
 from inference_svc.scheduling.prefill_budget import PrefillBudget
@@ -75,9 +75,9 @@ class Admission:
         sequences = list(islice(self._in_turn(waiting), _WINDOW))
         found = [self._source(s, live, now) for s in sequences]
         self.wake_at = min((until for _, until in found if until > now), default=None)
-        chosen = scheduler.select_waiting(
+        chosen = waiting_order.select_waiting(
             [
-                scheduler.Candidate(
+                waiting_order.Candidate(
                     now - s.request.arrived_at, max(source.tokens, s.queue.num_matched), until > now, s.queue.preempted
                 )
                 for s, (source, until) in zip(sequences, found, strict=True)
@@ -134,7 +134,7 @@ class Admission:
 
     def _until(self, sequence: Sequence, other: Sequence, tokens: int, source: PrefixSource, now: float) -> float:
         """Time until which ``sequence`` waits for ``other`` to have ``tokens`` tokens of their common prefix."""
-        latest = sequence.request.arrived_at + scheduler.MAX_HOLD_SECONDS
+        latest = sequence.request.arrived_at + waiting_order.MAX_HOLD_SECONDS
         computing = self._budget.seconds(tokens - source.tokens)
         if not (other.state is SequenceState.LOADING or other.kv.is_loading) or computing is None:
             return latest

@@ -1,7 +1,4 @@
-"""Scheduler: admission order, rows per step, preemption. Pure: numbers in, decisions out.
-
-Admission: the sequence with the longest known prefix is first, with ageing: a second of waiting counts as
-``AGE_TOKENS_PER_SECOND`` known tokens. A preempted sequence is admitted before all others.
+"""Scheduler: rows per step, preemption. Pure: numbers in, decisions out. ``waiting_order`` chooses whom to admit.
 
 Rows: each decoding sequence gets one row. The oldest prompt gets half of the remaining rows, and the shortest prompts
 get the rest, so that a short prompt does not wait for a long one and a long prompt always progresses. A sequence whose
@@ -20,27 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AGE_TOKENS_PER_SECOND = 2000.0
-# Maximum time for which a sequence is held back until another sequence has computed their common prefix.
-MAX_HOLD_SECONDS = 60.0
 # Prompts get at least 1 / _PREFILL_SHARE of the rows, even if decoding sequences could use all.
 _PREFILL_SHARE = 4
 # Fewer rows of a prompt cost more per row than they gain.
 _MIN_CHUNK_TOKENS = 32
 _RESERVE_SHARE = 100
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A waiting sequence, in numbers.
-
-    ``known``: leading tokens that need no computation. ``held_back``: a running sequence will soon have more of them.
-    """
-
-    waited_seconds: float
-    known: int = 0
-    held_back: bool = False
-    preempted: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,20 +48,6 @@ class StepPlan:
     rows: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
     draft_rows: tuple[tuple[int, int], ...] = ()
-
-
-def select_waiting(candidates: Sequence[Candidate]) -> int | None:
-    """Returns the index of the sequence to admit; None if all are held back."""
-    best, chosen = -1.0, None
-    for i, c in enumerate(candidates):
-        if c.preempted:
-            return i
-        if c.held_back and c.waited_seconds < MAX_HOLD_SECONDS:
-            continue
-        score = c.known + c.waited_seconds * AGE_TOKENS_PER_SECOND
-        if score > best:
-            best, chosen = score, i
-    return chosen
 
 
 def pages_to_reserve(pages: int, running: int) -> int:

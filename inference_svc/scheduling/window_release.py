@@ -64,7 +64,7 @@ class WindowReleaser:
 
     @property
     def pending_pages(self) -> int:
-        """Number of blocks that the pending saves will free, with their sequences' references."""
+        """Number of blocks that pending saves and their sequences alone refer to."""
         return sum(
             self._pool.count_exclusive_pages(part.pages, part.source if sequence.kv.table is part.source else None)
             for sequence, part in self._pending.items()

@@ -27,7 +27,7 @@ class ModelSettings(BaseSettings):
 
     model: str = ""
     """demo (built in for tests, no assistant), a name of `kvsidecar models`, a folder, a GGUF file, a hub id, or
-    shape:NAME (random weights, for measurements). When empty smollm2, which is downloaded if necessary."""
+    shape:NAME (random weights, for measurements). Empty: smollm2, which is downloaded if necessary."""
     served_name: str = ""
     """Model name for clients; when empty the value of model, or the folder's name."""
     device: str = "auto"
@@ -36,12 +36,13 @@ class ModelSettings(BaseSettings):
     """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
     weights: Literal["auto", 16, 8, 4, "codes"] = "auto"
     """Bits per linear weight in memory: auto (the checkpoint's), 16, or on a CPU 8 or 4, which take less memory and
-    time; 8 hardly changes answers, 4 does. codes keeps those of a quantized GGUF file on a CPU: as small and fast as 4,
-    as accurate as the file; auto converts it to 16 bits."""
+    time; 8 hardly changes answers, 4 does. codes keeps a quantized GGUF file's own codes on a CPU: as small and fast as
+    4, as accurate as the file; auto converts such a file to 16 bits."""
     stream: Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"] = "auto"
     """Layer streaming for models larger than a CPU's or GPU's memory: layers are read ahead of their use. auto (none
-    if the model fits, else as few layers as possible), off, partial_resident (all but keep_first and keep_last, or but
-    as many as fit), ffn_only_stream (all but attention), full_stream. It does not change answers."""
+    if the model fits, else as few layers as possible), off, partial_resident (all layers except keep_first and
+    keep_last; if both are 0, all except as many as fit), ffn_only_stream (all but attention), full_stream. It does not
+    change answers."""
     keep_first: int = Field(default=0, ge=0, le=4096)
     """With stream=partial_resident: number of first layers that stay in memory."""
     keep_last: int = Field(default=0, ge=0, le=4096)

@@ -69,7 +69,7 @@ class VerificationResult:
 class SpeculationStats:
     """Counters of speculative decoding since the start.
 
-    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``, so also drafts with more than ``i`` accepted tokens.
+    ``accepted_at[i]`` is the number of drafts of which more than ``i`` tokens were accepted.
     """
 
     drafts: int = 0  # verified draft trees

@@ -88,7 +88,7 @@ class NgramIndex:
         return sorted(best.values(), key=lambda match: (-match.length, -match.place))[:most]
 
     def follow(self, place: int, most: int) -> list[int]:
-        """Returns up to ``most`` tokens after a place. If the index ends before, these tokens repeat."""
+        """Returns ``most`` tokens after a place. If fewer follow, it repeats them; none if none follow."""
         found = self._tokens[place + 1 : min(place + 1 + most, self.length)].tolist()
         period = len(found)
         while 0 < len(found) < most:

@@ -40,7 +40,7 @@ def join_ranks(config: WorkerConfig, ranks: RankProcesses) -> RankGroup:
 def open_ranks(loaded: LoadedModel, ranks: RankProcesses) -> LoadedModel:
     """Wait until the other ranks have loaded their part; return the model with the identity of all numerics together.
 
-    Each rank's keys depend on the sums of all ranks, so its identity covers the kernels of all. Raises Unavailable.
+    A rank's keys depend on sums over all ranks, so the identity covers the kernels of all. Raises Unavailable.
     """
     ids = [loaded.numerics.id, *(ready.numerics for ready in ranks.expect(Ready))]
     common = hashlib.sha256(b"kvsidecar/ranks/1\0" + "\0".join(ids).encode()).hexdigest()[: len(ids[0])]

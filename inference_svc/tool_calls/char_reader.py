@@ -136,7 +136,7 @@ class CharReader:
     def _match_any(self, *texts: str) -> Parse[tuple[str, str]]:
         """Match one of ``texts`` after optional white space.
 
-        Returns the white space, and the matched text or the characters that exclude all texts.
+        Returns the white space, and the characters after it: the matched text, or as many as show that none matches.
         """
         white, read = yield from self._white_before()
         while read not in texts and any(text.startswith(read) for text in texts):

@@ -41,6 +41,8 @@ KVK_DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
 KVK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 KVK_DEVICE float round_to_even(float a) { return rintf(a); }
 KVK_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+KVK_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
+KVK_DEVICE uint32_t bits_of_float(float x) { return __float_as_uint(x); }
 
 // Two elements per word, in the order of `pack`.
 template <class T> KVK_DEVICE uint32_t sub2(uint32_t a, uint32_t b);
@@ -90,6 +92,12 @@ template <class T> KVK_DEVICE uint32_t pack(float low, float high) {
   both.part[0] = from_float<T>(low);
   both.part[1] = from_float<T>(high);
   return both.word;
+}
+
+template <class T> KVK_DEVICE T low_element(uint32_t word) {
+  union { T part[2]; uint32_t word; } both;
+  both.word = word;
+  return both.part[0];
 }
 
 constexpr int WARP = 32;

@@ -66,6 +66,8 @@ struct Registered {
   static const emulator::Registered registered_##name(                                                 \
       #name, threads, [](const void* params) { __VA_ARGS__(*(const Params*)params); }, sizeof(Params));
 
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct f16 { uint16_t bits; };
 struct bf16 { uint16_t bits; };
 inline float to_float(f16 x) {
@@ -103,6 +105,8 @@ inline float sub(float a, float b) { return a - b; }
 inline float divide(float a, float b) { return a / b; }
 inline float round_to_even(float a) { return nearbyintf(a); }
 inline float infinity() { return HUGE_VALF; }
+inline float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline uint32_t bits_of_float(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 inline float fast_exp2(float x) { return exp2f(x); }
 inline float fast_tanh(float x) { return tanhf(x); }
 

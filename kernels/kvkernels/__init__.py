@@ -3,7 +3,16 @@
 Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
 """
 
-from kvkernels.chunk_payload import ChunkPlacement, DeviceBytes, Payload
+from kvkernels.chunk_payload import ChunkPlacement, DeviceBytes, LoadedLayers, Payload
 from kvkernels.dispatch import implementations, pack_chunk, unpack_chunk, unpack_chunks
 
-__all__ = ["ChunkPlacement", "DeviceBytes", "Payload", "implementations", "pack_chunk", "unpack_chunk", "unpack_chunks"]
+__all__ = [
+    "ChunkPlacement",
+    "DeviceBytes",
+    "LoadedLayers",
+    "Payload",
+    "implementations",
+    "pack_chunk",
+    "unpack_chunk",
+    "unpack_chunks",
+]

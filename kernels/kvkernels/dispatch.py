@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,7 +13,7 @@ from kvsidecar.chunk_layout import layout_of
 from torch import Tensor
 
 from kvkernels import kv_pack_reference
-from kvkernels.chunk_payload import Array, ChunkPlacement, Payload
+from kvkernels.chunk_payload import Array, Arrays, ChunkPlacement, LoadedLayers, Payload
 from kvkernels.cpu import bf16_gemv as cpu_products
 from kvkernels.cpu import cpu_attention, large_pages
 from kvkernels.cpu import f32_gemm as cpu_dense
@@ -57,7 +58,7 @@ def implementations() -> tuple[Implementation, ...]:
             continue
         out += [
             Implementation("attention", where, f"{ours}; {types}, head dims {dims}; others torch SDPA"),
-            Implementation("pack_chunk, unpack_chunk", where, f"{ours}; {types}; others torch reference"),
+            Implementation("pack_chunk, unpack_chunks", where, f"{ours}; {types}; others torch reference"),
             Implementation("awq_gemm", where, f"{ours}; {types}, up to 16 rows; more rows torch"),
         ]
     if not devices:
@@ -77,7 +78,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 
 @cache
 def _transfer(device: torch.device, use: str) -> ChunkTransfer:
-    """Return the transfer of a device for a use, so that stores do not wait for loads."""
+    """Return a device's transfer; each ``use`` has its own, so stores do not wait for loads."""
     return ChunkTransfer(device_of(device))
 
 
@@ -114,35 +115,60 @@ def unpack_chunk(
     ``layers`` restricts the work to some layers. Returns when the pool holds them.
     """
     chosen = range(header.layers) if layers is None else layers
-    for _ in unpack_chunks(keys, values, [ChunkPlacement(header, payload, slots, rotation)], [chosen]):
-        pass
+    for loaded in unpack_chunks(keys, values, [ChunkPlacement(header, payload, slots, rotation)], [chosen]):
+        loaded.wait()
 
 
 def unpack_chunks(
     keys: Tensor, values: Tensor, pieces: Sequence[ChunkPlacement], groups: Sequence[range]
-) -> Iterator[range]:
+) -> Generator[LoadedLayers, None, None]:
     """Dequantize chunks into the pool, one group of layers at a time.
 
-    Yields each group once the pool contains it.
+    Yields each group once the pool contains it, or once a device will: a stream or thread that reads the pool waits for
+    the group's event. Payloads in host memory may be freed after the last group.
     """
     if cpu_chunks.serves(keys):
-        unpacking = cpu_chunks.ChunkUnpacker(keys, values, pieces)
+        unpackers = [(some[0], cpu_chunks.ChunkUnpacker(keys, values, some)) for some in _by_layers(pieces)]
         for layers in groups:
-            unpacking(layers)
-            yield layers
+            for piece, unpacking in unpackers:
+                for run in piece.runs_in(layers):
+                    unpacking(run)
+            yield LoadedLayers(layers)
         return
     ours = [piece for piece in pieces if _kernels_of(keys, piece) is not None]
     others = [(p, layout_of(p.header).arrays(_on_host(p.payload))) for p in pieces if _kernels_of(keys, p) is None]
     kernels = _kernels_of(keys, ours[0]) if ours else None
-    unpacked = iter(groups)
+    unpacked: Generator[LoadedLayers, None, None] = (LoadedLayers(layers) for layers in groups)
     if kernels is not None:
         unpacked = _transfer(keys.device, "unpack").unpack(kernels, keys, values, ours, groups)
-    for layers in unpacked:
-        for piece, arrays in others:
-            kv_pack_reference.unpack(keys, values, piece.slots, piece.header, arrays, piece.rotation, layers)
-        if others and is_device(keys.device):
-            device_of(keys.device).current_stream().synchronize()  # the reader may use another stream
-        yield layers
+    with closing(unpacked):
+        for loaded in unpacked:
+            yield _unpacked_by_torch(keys, values, others, loaded) if others else loaded
+
+
+def _by_layers(pieces: Sequence[ChunkPlacement]) -> list[list[ChunkPlacement]]:
+    """Group pieces by the layers that get them."""
+    found: dict[frozenset[int] | None, list[ChunkPlacement]] = {}
+    for piece in pieces:
+        found.setdefault(piece.layers, []).append(piece)
+    return list(found.values())
+
+
+def _unpacked_by_torch(
+    keys: Tensor, values: Tensor, pieces: Sequence[tuple[ChunkPlacement, Arrays]], loaded: LoadedLayers
+) -> LoadedLayers:
+    """Unpack further pieces into loaded layers, on the current stream."""
+    for piece, arrays in pieces:
+        for run in piece.runs_in(loaded.layers):
+            kv_pack_reference.unpack(keys, values, piece.slots, piece.header, arrays, piece.rotation, run)
+    if not is_device(keys.device):
+        return loaded
+    device = device_of(keys.device)
+    ready, stream = device.event(), device.current_stream()
+    if loaded.ready is not None:
+        stream.wait(loaded.ready)
+    ready.record(stream)  # the reader may use another stream
+    return LoadedLayers(loaded.layers, ready)
 
 
 def _kernels_of(keys: Tensor, piece: ChunkPlacement) -> Kernels | None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvkernels import ChunkPlacement, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels import ChunkPlacement, LoadedLayers, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
 from kvkernels.cpu import kv_pack as cpu
 from kvkernels.cpu.cpu_library import loaded_library
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32
@@ -139,11 +139,27 @@ def test_many_chunks_at_once_are_as_one_after_the_other(bits: int) -> None:
     for piece in pieces:
         unpack_chunk(*one, piece.slots, piece.header, piece.payload)
     groups = [range(1), range(1, 3)]
-    for found_layers, layers in zip(unpack_chunks(*all_at_once, pieces, groups), groups, strict=True):
-        assert found_layers == layers
+    for loaded, layers in zip(unpack_chunks(*all_at_once, pieces, groups), groups, strict=True):
+        assert loaded == LoadedLayers(layers)
         assert torch.equal(all_at_once[0][: layers.stop], one[0][: layers.stop])
         assert not all_at_once[0][layers.stop :].any()
     assert torch.equal(all_at_once[1], one[1])
+
+
+def test_some_chunks_are_only_for_some_layers() -> None:
+    """Those of tokens outside of the sliding windows."""
+    keys, values = pools(torch.float32, seed=4)
+    header = new_header(Geometry(3, 2, 32, DATA_TYPE_FLOAT32, 16), list(range(9)), 0)
+    payload = memoryview(bytearray(header.payload_bytes))
+    pack_chunk(keys, values, torch.arange(9), header, payload)
+    near = ChunkPlacement(header, payload, torch.arange(10, 19))
+    far = ChunkPlacement(header, payload, torch.arange(30, 39), layers=frozenset({0, 2}))
+    loaded = torch.zeros_like(keys), torch.zeros_like(values)
+    list(unpack_chunks(*loaded, [near, far], [range(2), range(2, 3)]))
+    for got, stored in zip(loaded, (keys, values), strict=True):
+        assert torch.equal(got[:, :, 10:19], stored[:, :, :9])
+        assert torch.equal(got[[0, 2], :, 30:39], stored[[0, 2], :, :9])
+        assert not got[1, :, 30:39].any()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -42,7 +42,7 @@ class TransferResult:
     """Result of a transfer.
 
     ``known`` chunks were already at the target. ``lost`` chunks were evicted before they could be fetched, had expired,
-    or had no parent at one of the daemons, or another client was writing them to the target.
+    had no parent at one of the daemons, or were being written to the target by another client.
     """
 
     chunks: int = 0
@@ -118,7 +118,10 @@ def transfer_tenant(
 
 
 def _waves(chunks: list[_ListedChunk]) -> Iterator[list[_ListedChunk]]:
-    """Yield the chunks whose parents are not among them, then their children, and so on."""
+    """Yield chunks in waves, parents first.
+
+    The first wave are the chunks whose parents are not in ``chunks``, the next one their children, and so on.
+    """
     names = {chunk.info.prefix_hash for chunk in chunks}
     children: dict[bytes, list[_ListedChunk]] = defaultdict(list)
     for chunk in chunks:

@@ -21,7 +21,7 @@ MAX_ACTIONS, _MAX_DIRECTIVES, _MAX_PRIORITY = 16, 128, 100
 
 @dataclass(frozen=True)
 class KvHints:
-    """Hints of one envelope: prefixes to retain in seconds, priority, and whether to fetch.
+    """Hints of one envelope: prefixes to retain and for how long, priority, and whether to fetch.
 
     ``num_applied`` and ``num_ignored`` count its actions.
     """

@@ -3,8 +3,8 @@
 Attention shows the tokens that the question reads, deviation the tokens whose keys and values are wrong; only their
 product shows wrong tokens that the question reads. Two layers are computed exactly for all approximate tokens, which
 gives the deviation of keys and values in layers 1 and 2. Then the question is computed once over the stored keys. On
-real language models, this selection is as good as one with the true keys and values
-(``docs/adr/049-salient-repair.md``); each factor alone regains half as much accuracy.
+SmolLM2 this selection regains 0.57 of the divergence that reuse causes, attention alone 0.34 and deviation alone 0.39
+(``docs/adr/049-salient-repair.md``).
 """
 
 from __future__ import annotations

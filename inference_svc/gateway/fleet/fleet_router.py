@@ -116,9 +116,9 @@ class HashRing:
         )
 
     def first(self, digest: bytes, able: Collection[str]) -> str:
-        """Return the first name after a hash that is in ``able``.
+        """Return the first of the names ``able`` that follows a hash on the ring.
 
-        At least one of these must be on the ring.
+        At least one of the names must be on the ring.
         """
         begin = bisect.bisect(self._points, (_point(digest), ""))
         for i in range(len(self._points)):

@@ -15,7 +15,7 @@ _MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 class NodeWait:
     """Lets requests wait while suitable nodes report that they are starting a worker.
 
-    For at most ``max_seconds``, or the client's own limit. Runs on the event loop.
+    A request waits for at most ``max_seconds``, or the client's own limit. Runs on the event loop.
     """
 
     def __init__(self, discovery: NodeDiscovery, max_seconds: float) -> None:

@@ -1,8 +1,9 @@
 """Codes, scales and zeros of quantized GGUF tensors, for products in the file's own codes.
 
 Block layouts: https://github.com/ggml-org/ggml (ggml-common.h, ggml-quants.c). Every type here gives a group of 16 or
-32 inputs a scale and a base; a value is ``(code - zero) * scale``. Codes are exact; scales and zeros are rounded to
-float16, which moves a value by at most 2 ** -10 of the larger of its two parts (bfloat16 would round it by 2 ** -9).
+32 inputs a scale and a base: a value is ``code * scale + base``, for the kernel ``(code - zero) * scale``. Codes are
+exact; scales and zeros are rounded to float16, which moves a value by at most 2 ** -10 of the larger of its two parts
+(bfloat16 would round it by 2 ** -9).
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _write(source: GgufSource, folder: Path, dtype: torch.dtype, coded: bool, pr
 
 
 def _tied_head(weights: list[GgufWeight], config: Any) -> list[GgufWeight]:
-    """A tied head's codes, which the embedding, whose rows are looked up, does not have."""
+    """A tied head as a separate weight in codes; the embedding has plain rows for look-ups."""
     if not config.tie_word_embeddings:
         return []
     embedding = next(weight for weight in weights if weight.name == "model.embed_tokens.weight")

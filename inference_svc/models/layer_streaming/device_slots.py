@@ -56,7 +56,7 @@ class DeviceSlots:
     def acquire(self, piece: int) -> int:
         """Return the slot of a piece; work enqueued on the current stream from now on finds its weights there.
 
-        The slot is valid until ``release`` was called as often. Raises WeightsUnreadable.
+        The slot is valid until ``release`` was called as often as ``acquire``. Raises WeightsUnreadable.
         """
         self._next = piece
         slot = self._at.get(piece)

@@ -107,7 +107,7 @@ class ReadAhead:
             return slot.number
 
     def try_acquire(self, piece: int) -> int | None:
-        """Return the slot of a piece as ``acquire`` does, or None if it is not in memory yet, and read it next."""
+        """Return the slot of a piece as ``acquire`` does; if it is not in memory yet, return None and read it next."""
         with self._changed:
             slot, self._next = self._at.get(piece), piece
             self._changed.notify_all()

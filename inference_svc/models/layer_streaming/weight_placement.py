@@ -47,7 +47,7 @@ class WeightPlacement(Protocol):
         ...
 
     def place(self, weight: Tensor) -> Tensor:
-        """Return a weight or vector of the host where layers use it."""
+        """Return a weight or vector from host memory, in the memory where layers use it."""
         ...
 
     def slots(self, residency: ResidencyPlan) -> list[Tensor]:

@@ -55,9 +55,9 @@ def copy_tokens(
 ) -> None:
     """Copy tokens with the kernel ``paged_gather`` or ``paged_scatter``.
 
-    To or from ``array [layers, tokens, heads, channels]``, with elements of 2 or 4 bytes. ``addresses [layers]`` of the
-    cache's memory; ``block``: its tokens and its stride; ``offsets`` of a block's tokens, of heads and of channels;
-    strides and offsets in elements. Releases the GIL.
+    It copies to or from ``array [layers, tokens, heads, channels]``, whose elements have 2 or 4 bytes.
+    ``addresses [layers]`` are those of the cache's memory. ``block`` has the tokens and the stride of a block,
+    ``offsets`` the offsets of a block's tokens, of heads and of channels; both are in elements. Releases the GIL.
     """
     addresses, token, head, channel, slots = (np.ascontiguousarray(x, np.int64) for x in (addresses, *offsets, slots))
     if array.shape != (len(addresses), len(slots), len(head), len(channel)):

@@ -66,7 +66,7 @@ def size_bytes(inputs: int, outputs: int, bits: int, group: int) -> int:
 
 
 def group_of(group_bytes: int, bits: int) -> int:
-    """Return the inputs of a group that takes ``group_bytes`` in a strip."""
+    """Return the number of inputs per group, if a group takes ``group_bytes`` in a strip."""
     return (group_bytes - _PARAMETER_BYTES) * 8 // (OUTPUTS * bits)
 
 

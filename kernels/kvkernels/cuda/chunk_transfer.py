@@ -1,32 +1,37 @@
 """Chunk transfer: payloads between host memory and a device, by the copy engine and a pinned ring.
 
-The kernels read and write payloads only in device memory. The pinned memory belongs to this process alone.
-Page-locking the daemon's arena or staging would corrupt chunks: the device keeps the locked pages, while the daemon
-replaces those of idle staging.
+A load fills pinned memory, copies it to the device, and unpacks it there: one kernel launch and one event for each
+group of layers. Device work is ordered by events; the host waits only before it writes pinned memory again, which
+happens at most once for each group that fits a bank.
+
+The pinned memory belongs to this process alone. Page-locking the daemon's arena or staging would corrupt chunks: the
+device keeps the locked pages, while the daemon replaces those of idle staging.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import layout_of
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvkernels.chunk_payload import ChunkPlacement, DeviceBytes
+from kvkernels.chunk_payload import ChunkPlacement, DeviceBytes, LoadedLayers
 from kvkernels.cuda import cuda_kv_pack, imported_memory
 from kvkernels.cuda.cuda_library import Kernels
-from kvkernels.device.device_port import Device, Event
+from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
+from kvkernels.device.device_port import Device, Event, Stream
 
+# A group of layers of at most so many bytes is one batch: one launch, and at most one wait of the host.
+BANK_BYTES = 128 << 20
 _NUM_LANES = 2  # transfers at one time; others wait
 _NUM_BANKS = 2  # the host fills one while the device copies another
-_BANK_BYTES = 128 << 20  # largest bank; a larger layer group takes several turns
+_COPY_BYTES = 4 << 20  # smallest copy, but for the last of a batch
 _GRANULARITY = 1 << 20
 _ALIGNMENT = 256
 
@@ -40,87 +45,102 @@ class _Bank:
         self.copied: Event | None = None  # the device has read the pinned memory
         self.unpacked: Event | None = None  # kernels have read the device memory
 
-    def prepare(self, size_bytes: int) -> None:
+    def prepare(self, size_bytes: int, copies: Stream, kernels: Stream) -> None:
         """Wait until the host may write the pinned memory, and make both large enough."""
         if self.copied is not None and not self.copied.query():
             self.copied.synchronize()
         if size_bytes > self.size_bytes:
-            if self.unpacked is not None:
-                self.unpacked.synchronize()
-            self.size_bytes = -(-size_bytes // _GRANULARITY) * _GRANULARITY
-            self.pinned = self._device.pinned(self.size_bytes)
-            self.scratch = self._device.allocate(self.size_bytes)
-            self.copied = self.unpacked = None
+            self._grow(size_bytes, kernels)
+            copies.wait_stream(kernels)  # the new memory may be what kernels have used
+        elif self.unpacked is not None:
+            copies.wait(self.unpacked)
         self._device.check_host_access(self.pinned[:size_bytes], write=True)
+
+    def _grow(self, size_bytes: int, kernels: Stream) -> None:
+        """Replace both memories. The old device memory is freed in the order of the kernels that read it."""
+        wanted = max(size_bytes, min(2 * self.size_bytes, BANK_BYTES))
+        self.size_bytes = -(-wanted // _GRANULARITY) * _GRANULARITY
+        self.pinned = self._device.pinned(self.size_bytes)
+        with kernels.active():
+            self.scratch = self._device.allocate(self.size_bytes)
+        self.copied = self.unpacked = None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some layers of one chunk, at an offset of a bank: slots, rotation, then the layers of each section.
-
-    A payload in device memory is read there; only its slots and rotation are in the bank.
-    """
+    """Some layers of one chunk; in a bank at ``at`` if the payload is in host memory."""
 
     piece: ChunkPlacement
     layers: range
     at: int
 
     @property
-    def size_bytes(self) -> int:
-        if isinstance(self.piece.payload, DeviceBytes):
-            return self.sections_at
-        return self.sections_at + sum(size for _, _, size in self.sections())
+    def kind(self) -> tuple[bool, int]:
+        """Parts of one batch are of one kind."""
+        return isinstance(self.piece.payload, DeviceBytes), self.piece.header.bits
 
     @property
-    def sections_at(self) -> int:
-        rotation = self.piece.rotation
-        turned = 0 if rotation is None else sum(_aligned(part.nbytes) for part in rotation)
-        return _aligned(self.piece.slots.nbytes) + turned
+    def end(self) -> int:
+        return self.at + sum(_aligned(size) for _, _, size in self._sections())
 
-    def sections(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, the offset in the payload and the size of each section's layers."""
+    def _sections(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the name of each section to copy, and the place and size of its layers in the payload."""
         header = self.piece.header
+        if isinstance(self.piece.payload, DeviceBytes):
+            return
         for section in layout_of(header).sections:
             layer = section.size_bytes // header.layers
             yield section.name, section.offset + self.layers.start * layer, len(self.layers) * layer
 
     def fill(self, pinned: NDArray[np.uint8]) -> None:
-        """Gather the part into pinned memory, which begins at its offset."""
-        at, payload = 0, self.piece.payload
-        for array in (self.piece.slots.numpy(), *(self.piece.rotation or ())):
-            pinned[at : at + array.nbytes] = array.view(np.uint8)
-            at += _aligned(array.nbytes)
+        """Gather the part into a bank's pinned memory."""
+        payload, at = self.piece.payload, self.at
         if isinstance(payload, DeviceBytes):
             return
         source = np.frombuffer(payload, np.uint8)
-        for _, offset, size in self.sections():
+        for _, offset, size in self._sections():
             np.copyto(pinned[at : at + size], source[offset : offset + size])
-            at += size
+            at += _aligned(size)
+
+    def row(self, base: int) -> TablePiece:
+        """Return the part's piece of a table, whose payloads begin at ``base`` if they are in device memory."""
+        piece, sections, at = self.piece, dict[str, int](), self.at
+        if isinstance(piece.payload, DeviceBytes):
+            sections = sections_at(piece.header, imported_memory.checked_address(piece.payload) - base)
+        for name, _, size in self._sections():
+            # The kernel adds the first layer's offset again.
+            sections[name] = at - self.layers.start * (size // len(self.layers))
+            at += _aligned(size)
+        return TablePiece(piece.header, piece.slots, self.layers, sections, piece.rotation)
+
+
+class _Batch:
+    """Parts that one launch unpacks: payloads, then their table."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        payloads = [part.piece.payload for part in parts]
+        self._parts = parts
+        # Address of payloads in device memory; 0 if they are in the bank.
+        self._base = min(payload.address if isinstance(payload, DeviceBytes) else 0 for payload in payloads)
+        self._table = PieceTable([part.row(self._base) for part in parts])
+        self._table_at = _aligned(parts[-1].end)
+        self.size_bytes = self._table_at + self._table.size_bytes
+
+    def send(self, bank: _Bank, copies: Stream) -> None:
+        """Fill the bank's pinned memory, and enqueue copies of what is filled."""
+        pinned, sent = bank.pinned.numpy(), 0
+        for part in self._parts:
+            part.fill(pinned)
+            if part.end - sent >= _COPY_BYTES:
+                copies.copy(bank.scratch[sent : part.end], bank.pinned[sent : part.end])
+                sent = part.end
+        self._table.write(pinned[self._table_at :])
+        copies.copy(bank.scratch[sent : self.size_bytes], bank.pinned[sent : self.size_bytes])
 
     def unpack(self, kernels: Kernels, keys: Tensor, values: Tensor, scratch: Tensor) -> None:
-        """Enqueue the kernel on the current stream; ``scratch`` begins at the part's offset."""
-        header, payload = self.piece.header, self.piece.payload
-        slots, rotation = scratch[: self.piece.slots.nbytes].view(torch.int64), self._rotation(scratch)
-        if isinstance(payload, DeviceBytes):
-            address = imported_memory.checked_address(payload)
-            cuda_kv_pack.unpack(kernels, keys, values, slots, header, address, rotation, self.layers)
-            return
-        offsets, at = dict[str, int](), self.sections_at
-        for name, _, size in self.sections():
-            # The kernel adds the first layer's offset again.
-            offsets[name] = at - self.layers.start * (size // len(self.layers))
-            at += size
+        """Enqueue the kernel on the current stream."""
         address = scratch.data_ptr()
-        cuda_kv_pack.unpack(kernels, keys, values, slots, header, address, rotation, self.layers, offsets)
-
-    def _rotation(self, scratch: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.piece.rotation is None:
-            return None
-        at, found = _aligned(self.piece.slots.nbytes), list[Tensor]()
-        for array in self.piece.rotation:
-            found.append(scratch[at : at + array.nbytes].view(torch.float32))
-            at += _aligned(array.nbytes)
-        return found[0], found[1]
+        cuda_kv_pack.unpack(kernels, keys, values, self._table, address + self._table_at, self._base or address)
 
 
 class _Lane:
@@ -143,7 +163,7 @@ class _Lane:
     def next_bank(self, size_bytes: int) -> _Bank:
         bank = self.banks[self._next]
         self._next = (self._next + 1) % _NUM_BANKS
-        bank.prepare(size_bytes)
+        bank.prepare(size_bytes, self.copies, self.kernels)
         return bank
 
     def finish(self) -> None:
@@ -164,23 +184,24 @@ class ChunkTransfer:
         self, kernels: Kernels, keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview
     ) -> None:
         """Pack the pool's tokens at ``slots`` into a payload. Returns when its bytes are written."""
-        at, size = _aligned(slots.nbytes), header.payload_bytes
+        at, layers = _aligned(header.payload_bytes), range(header.layers)
+        table = PieceTable([TablePiece(header, slots, layers, sections_at(header))], packs=True)
         with self._lane() as lane:
             lane.begin()
-            bank, stream = lane.next_bank(at + size), lane.kernels
-            bank.pinned[: slots.nbytes].numpy()[:] = slots.numpy().view(np.uint8)
-            stream.copy(bank.scratch[: slots.nbytes], bank.pinned[: slots.nbytes])
+            bank, stream, end = lane.next_bank(at + table.size_bytes), lane.kernels, at + table.size_bytes
+            table.write(bank.pinned.numpy()[at:])
+            stream.copy(bank.scratch[at:end], bank.pinned[at:end])
             with stream.active():
-                there = bank.scratch[: slots.nbytes].view(torch.int64)
-                cuda_kv_pack.pack(kernels, keys, values, there, header, bank.scratch[at:].data_ptr())
+                address = bank.scratch.data_ptr()
+                cuda_kv_pack.pack(kernels, keys, values, table, address + at, address)
             sections = [(s.offset, s.size_bytes) for s in layout_of(header).sections if s.size_bytes]
             for offset, length in sections:
-                part = slice(at + offset, at + offset + length)
+                part = slice(offset, offset + length)
                 stream.copy(bank.pinned[part], bank.scratch[part])
             stream.synchronize()
             bank.copied = bank.unpacked = None
-            lane.device.check_host_access(bank.pinned[at : at + size], write=False)
-            packed, target = bank.pinned.numpy()[at:], np.frombuffer(payload, np.uint8)
+            lane.device.check_host_access(bank.pinned[:at], write=False)
+            packed, target = bank.pinned.numpy(), np.frombuffer(payload, np.uint8)
             for offset, length in sections:  # not the gaps, which hold bytes of earlier chunks
                 np.copyto(target[offset : offset + length], packed[offset : offset + length])
 
@@ -191,30 +212,21 @@ class ChunkTransfer:
         values: Tensor,
         pieces: Sequence[ChunkPlacement],
         groups: Sequence[range],
-    ) -> Iterator[range]:
-        """Unpack chunks into the pool; yield each group of layers once the pool contains it.
+    ) -> Generator[LoadedLayers, None, None]:
+        """Enqueue unpacking of chunks into the pool; yield each group of layers with the event that it is there.
 
-        The host enqueues a group, then waits for the one before: the link does not pause between groups.
+        Payloads in host memory are read before their group is yielded. Payloads in imported device memory are read
+        until the event, so the host waits for it here.
         """
         imported = any(isinstance(piece.payload, DeviceBytes) for piece in pieces)
         with self._lane() as lane:
             lane.begin()
-            if imported:
-                for layers in groups:
-                    with imported_memory.in_use():
-                        self._enqueue(lane, kernels, keys, values, pieces, layers).synchronize()
-                    yield layers
-                return
-            waiting: tuple[range, Event] | None = None
             for layers in groups:
-                done = self._enqueue(lane, kernels, keys, values, pieces, layers)
-                if waiting is not None:
-                    waiting[1].synchronize()
-                    yield waiting[0]
-                waiting = layers, done
-            if waiting is not None:
-                waiting[1].synchronize()
-                yield waiting[0]
+                with imported_memory.in_use() if imported else contextlib.nullcontext():
+                    ready = self._enqueue(lane, kernels, keys, values, pieces, layers)
+                    if imported:
+                        ready.synchronize()
+                yield LoadedLayers(layers, ready)
 
     @contextlib.contextmanager
     def _lane(self) -> Iterator[_Lane]:
@@ -238,42 +250,35 @@ class ChunkTransfer:
         pieces: Sequence[ChunkPlacement],
         layers: range,
     ) -> Event:
-        """Enqueue a group's copies and kernels; return an event after the last kernel."""
-        for batch in _batches(pieces, layers):
-            size = batch[-1].at + batch[-1].size_bytes
-            bank = lane.next_bank(size)
-            if bank.unpacked is not None:
-                lane.copies.wait(bank.unpacked)
-            pinned = bank.pinned.numpy()
-            for part in batch:
-                end = part.at + part.size_bytes
-                part.fill(pinned[part.at : end])
-                lane.copies.copy(bank.scratch[part.at : end], bank.pinned[part.at : end])
+        """Enqueue a group's copies and kernel; return an event after the kernel."""
+        for parts in _divided(pieces, layers):
+            batch = _Batch(parts)
+            bank = lane.next_bank(batch.size_bytes)
+            batch.send(bank, lane.copies)
             bank.copied = lane.device.event()
             bank.copied.record(lane.copies)
             lane.kernels.wait(bank.copied)
             with lane.kernels.active():
-                for part in batch:
-                    part.unpack(kernels, keys, values, bank.scratch[part.at :])
+                batch.unpack(kernels, keys, values, bank.scratch)
             bank.unpacked = lane.device.event()
             bank.unpacked.record(lane.kernels)
-        done = lane.device.event()
-        done.record(lane.kernels)
-        return done
+        ready = lane.device.event()
+        ready.record(lane.kernels)
+        return ready
 
 
-def _batches(pieces: Sequence[ChunkPlacement], layers: range) -> Iterator[list[_Part]]:
-    """Divide a group's pieces into batches that fit a bank."""
-    batch: list[_Part] = []
+def _divided(pieces: Sequence[ChunkPlacement], layers: range) -> Iterator[list[_Part]]:
+    """Divide a group's pieces into parts of batches that fit a bank."""
+    parts: list[_Part] = []
     for piece in pieces:
-        at = _aligned(batch[-1].at + batch[-1].size_bytes) if batch else 0
-        part = _Part(piece, layers, at)
-        if batch and at + part.size_bytes > _BANK_BYTES:
-            yield batch
-            batch, part = [], _Part(piece, layers, 0)
-        batch.append(part)
-    if batch:
-        yield batch
+        for run in piece.runs_in(layers):
+            part = _Part(piece, run, parts[-1].end if parts else 0)
+            if parts and (part.end > BANK_BYTES or part.kind != parts[0].kind):
+                yield parts
+                parts, part = [], _Part(piece, run, 0)
+            parts.append(part)
+    if parts:
+        yield parts
 
 
 def _aligned(size_bytes: int) -> int:

@@ -56,8 +56,8 @@ _CHUNK = np.dtype(
 class AttentionRows:
     """Query rows of a call by sequence, all int32 on the device.
 
-    ``qo_indptr [sequences + 1]``, ``kv_lens [sequences]``, ``positions [rows]``; without positions, each sequence's
-    rows are its last. ``max_q_len`` and ``max_kv_len`` bound the grid.
+    ``qo_indptr [sequences + 1]``, ``kv_lens [sequences]``, ``positions [rows]``; without positions, the rows are the
+    last ones of each sequence. ``max_q_len`` and ``max_kv_len`` bound the grid.
     """
 
     qo_indptr: Tensor

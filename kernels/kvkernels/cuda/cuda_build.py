@@ -53,8 +53,8 @@ def supported_architectures(nvcc: str) -> tuple[int, ...]:
 def build(target: Path = LIBRARY, architectures: tuple[int, ...] = (), jobs: int | None = None) -> Report:
     """Compile all sources, link one library, and return each kernel's resource usage.
 
-    ``architectures`` are all that nvcc supports by default. Raises RuntimeError with the compiler's message, or without
-    nvcc.
+    Without ``architectures``, it compiles for all of ours that nvcc supports. Raises RuntimeError with the compiler's
+    message, or without nvcc.
     """
     nvcc = find_nvcc()
     if nvcc is None:

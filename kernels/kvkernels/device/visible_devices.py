@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 
 def device_of(device: torch.device) -> Device:
-    """Return the device of torch's name; one object for each. Raises ValueError for a CPU."""
+    """Return the port of a torch device, one object per device. Raises ValueError for a CPU."""
     if device.type not in _makers:
         raise ValueError(f"device is {device}, which has no streams; allowed are {', '.join(_makers)}")
     if device.index is None:

@@ -70,3 +70,4 @@ async def test_an_error_of_the_server_is_told_as_such() -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.post("/v1/completions", json={"model": "m", "prompt": "hello"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert answer.headers["retry-after"] == "1"

@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from kvkernels import LoadedLayers
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc import Engine
 from inference_svc.engine.engine import Engine as InnerEngine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.kv_client import chunk_loader, daemon_connector
+from inference_svc.kv_client import daemon_connector, pool_writer
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner import layerwise_load
 from inference_svc.models.loader import load
 from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, NullKVConnector
 from inference_svc.sequence.sequence import Sequence
@@ -166,18 +168,18 @@ def test_a_cancelled_load_that_waits_for_its_copy_is_not_copied(
 def test_copying_ends_between_layers_when_the_request_is_gone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     inner, cache = engine._runtime.engine, engine._runtime.cache
     assert cache is not None
-    layers, copied, calls = chunk_loader.load_layers, list[range](), list[Any]()
+    unpack, copied, calls = pool_writer.unpack_chunks, list[range](), list[Any]()
     submitted = threading.Event()
 
-    def counted(*arguments: Any) -> Iterator[range]:
-        for there in layers(*arguments):
-            copied.append(there)
+    def counted(*arguments: Any) -> Iterator[LoadedLayers]:
+        for loaded in unpack(*arguments):
+            copied.append(loaded.layers)
             assert submitted.wait(20)
             calls[0].sequence.cancelled.set()
-            yield there
+            yield loaded
 
-    monkeypatch.setattr(chunk_loader, "load_layers", counted)
-    monkeypatch.setattr(chunk_loader, "_LAYER_GROUP", 1)
+    monkeypatch.setattr(pool_writer, "unpack_chunks", counted)
+    monkeypatch.setattr(layerwise_load, "LAYER_GROUP", 1)
     calls.append(engine._submit([*SLOW, 2], OPTIONS))
     submitted.set()
     inner.cancel(calls[0].sequence)
@@ -194,28 +196,26 @@ def test_what_was_copied_while_the_worker_hung_is_computed_instead(
     """The daemon may have ended the session, and given the chunks' memory to others."""
     cache = engine._runtime.cache
     assert cache is not None
-    layers, (daemon,) = chunk_loader.load_layers, cache._daemons.values()
+    unpack, (daemon,) = pool_writer.unpack_chunks, cache._daemons.values()
 
-    def hung(*arguments: Any) -> Iterator[range]:
-        for there in layers(*arguments):
+    def hung(*arguments: Any) -> Iterator[LoadedLayers]:
+        for loaded in unpack(*arguments):
             session = daemon.session
             assert session is not None
             session.last_acked_at = time.monotonic() - 2.1 * session.heartbeat_seconds
-            yield there
+            yield loaded
 
     want = engine.generate([*OTHER, 3], skip_cache=True, **OPTIONS)
-    failures = cache.stats.failures
     for ids, cached in (([*OTHER, 3], 0), ([*SLOW, 3], len(SLOW))):  # of the second the forward had begun
-        monkeypatch.setattr(chunk_loader, "load_layers", hung)
+        failures = cache.stats.failures
+        monkeypatch.setattr(pool_writer, "unpack_chunks", hung)
         assert daemon.wait(10)
         result = engine.generate(ids, **OPTIONS)
-        failures += 1
-        assert cache.stats.failures == failures
+        assert cache.stats.failures > failures  # the save of this answer may fail, too: its session has ended
         assert result.cached_tokens in (0, cached)
-        monkeypatch.setattr(chunk_loader, "load_layers", layers)
+        monkeypatch.setattr(pool_writer, "unpack_chunks", unpack)
         assert daemon.wait(10)
     assert engine.generate([*OTHER, 3], **OPTIONS).token_ids == want.token_ids
-    assert cache.stats.failures == failures
 
 
 class SlowLoads(NullKVConnector):

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.scheduling.scheduler import (
-    AGE_TOKENS_PER_SECOND,
-    MAX_HOLD_SECONDS,
-    Candidate,
-    SchedulerEntry,
-    StepPlan,
-    pages_to_reserve,
-    plan_step,
-    select_waiting,
-)
+from inference_svc.scheduling.scheduler import SchedulerEntry, StepPlan, pages_to_reserve, plan_step
+from inference_svc.scheduling.waiting_order import AGE_TOKENS_PER_SECOND, MAX_HOLD_SECONDS, Candidate, select_waiting
 
 PAGE = 32
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from tests.kvkernels.device.virtual_clock import COMPUTE
 
 # Fields that a kernel writes, by the beginning of its name.
 _WRITES = {
-    "pack": ("payload",),
+    "pack": ("payloads",),
     "unpack": ("pool_keys", "pool_values"),
     "attention": ("output", "lse", "part_output", "part_lse"),
     "combine": ("output", "lse"),
@@ -55,7 +56,7 @@ class SimulatedKernels:
             with _emulator:
                 self._emulated.launch(name, grid, threads, shared_bytes, held, 0)
 
-        seconds = device.clock.kernel_seconds(_traffic(held, int(grid[2])))
+        seconds = device.clock.kernel_seconds(_traffic(held, threads * math.prod(grid)))
         device.enqueue(on, f"{name} at {call_site()}", uses, COMPUTE, seconds, work)
 
     def has(self, name: str, params: type[ctypes.Structure]) -> bool:
@@ -86,8 +87,6 @@ def _uses(name: str, params: Any, layers: int) -> list[Use]:
     return found
 
 
-def _traffic(params: Any, layers: int) -> float:
-    """Return the bytes that a kernel of chunks moves; 0 for others."""
-    if not hasattr(params, "chunk_tokens"):
-        return 0.0
-    return 2.0 * 2 * 2 * params.tokens * params.heads * params.dim * layers
+def _traffic(params: Any, num_threads: int) -> float:
+    """Return the bytes that a kernel of chunks moves, keys and values, to and fro; 0 for others."""
+    return 2.0 * 2 * 2 * params.channels * num_threads if hasattr(params, "channels") else 0.0

@@ -35,8 +35,10 @@ class Schedule(enum.Enum):
 
 @dataclass
 class _Item:
-    work: Callable[[random.Random], None]
-    needs: tuple[tuple[SimulatedStream, int], ...]
+    """Piece of work, or the wait for the first so many pieces of another stream."""
+
+    work: Callable[[random.Random], None] | None
+    need: tuple[SimulatedStream, int] | None
     done: Callable[[], None]
 
 
@@ -48,7 +50,6 @@ class SimulatedStream:
         self.name = f"stream {number} of {device.torch}"
         self.recording: list[Callable[[SimulatedStream], None]] | None = None
         self._items: deque[_Item] = deque()
-        self._needs: list[tuple[SimulatedStream, int]] = []
         self.num_enqueued, self._num_done, self._num_demanded = 0, 0, 0
         self._thread: threading.Thread | None = None
 
@@ -61,7 +62,7 @@ class SimulatedStream:
         at = event.checked()
         device.order.join(self.name, at.clock)
         device.clock.wait(self.name, at.time)
-        self._needs.append((at.stream, at.number))
+        self._add(_Item(None, (at.stream, at.number), lambda: None))
 
     def wait_stream(self, other: Stream) -> None:
         event = self.device.event()
@@ -94,9 +95,11 @@ class SimulatedStream:
         return self.num_enqueued - self._num_done
 
     def enqueue(self, work: Callable[[random.Random], None], done: Callable[[], None]) -> None:
+        self._add(_Item(work, None, done))
+
+    def _add(self, item: _Item) -> None:
         with self.device.changed:
-            self._items.append(_Item(work, tuple(self._needs), done))
-            self._needs.clear()
+            self._items.append(item)
             self.num_enqueued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -121,10 +124,8 @@ class SimulatedStream:
                 raise TimeoutError(f"{self.name} does not finish its work")
 
     def drain(self) -> None:
-        """Block until all work is done, and what later work would wait for."""
+        """Block until all work is done."""
         self.finish(self.num_enqueued)
-        for stream, number in self._needs:
-            stream.finish(number)
 
     def _run(self) -> None:
         device, number = self.device, 0
@@ -135,15 +136,17 @@ class SimulatedStream:
                 if device.closed:
                     return
                 item = self._items.popleft()
-            for stream, wanted in item.needs:
+            if item.need is not None:
+                stream, wanted = item.need
                 stream.finish(wanted)
-            dice = random.Random(f"{device.seed} {self.handle} {number}")
-            if device.schedule is Schedule.DELAYED:
-                time.sleep(dice.uniform(0, _MAX_DELAY_SECONDS))
-            try:
-                item.work(dice)
-            except BaseException as error:
-                device.faults.append(error)
+            if item.work is not None:
+                dice = random.Random(f"{device.seed} {self.handle} {number}")
+                if device.schedule is Schedule.DELAYED:
+                    time.sleep(dice.uniform(0, _MAX_DELAY_SECONDS))
+                try:
+                    item.work(dice)
+                except BaseException as error:
+                    device.faults.append(error)
             with device.changed:
                 item.done()
                 self._num_done = number

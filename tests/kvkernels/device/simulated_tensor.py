@@ -54,6 +54,10 @@ class SimulatedTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def tolist(self) -> Any:
+        """Return the elements; torch refuses a tensor class of Python."""
+        return self.cpu().tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatched(func, args, kwargs or {})

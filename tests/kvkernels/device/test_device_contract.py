@@ -73,6 +73,23 @@ def test_a_stream_waits_for_another_ones_work_so_far(device: Device) -> None:
     assert torch.equal(read(device, target), source)
 
 
+@pytest.mark.parametrize("by_event", [False, True])
+def test_the_host_waits_for_what_a_stream_waits_for(device: Device, by_event: bool) -> None:
+    """Also if the stream has no work behind its wait."""
+    first, second, source, target = device.stream(), device.stream(), numbers(device), device.pinned(SIZE)
+    memory = device.allocate(SIZE)
+    first.copy(memory, source)
+    first.copy(target, memory)
+    second.wait_stream(first)
+    if by_event:
+        waited = device.event()
+        waited.record(second)
+        waited.synchronize()
+    else:
+        second.synchronize()
+    assert torch.equal(read(device, target), source)
+
+
 def test_the_host_waits_for_an_event_and_may_then_write_the_source(device: Device) -> None:
     stream, memory, target = device.stream(), device.allocate(SIZE), device.pinned(SIZE)
     source, found = numbers(device), []

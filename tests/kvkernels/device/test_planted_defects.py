@@ -24,7 +24,7 @@ SIZE = 1 << 16
 
 
 class Params(ctypes.Structure):
-    _fields_ = (("payload", ctypes.c_void_p),)
+    _fields_ = (("payloads", ctypes.c_void_p),)
 
 
 class NoKernels:
@@ -49,7 +49,7 @@ class Setup:
         self.memory, self.pinned = self.device.allocate(SIZE), self.device.pinned(SIZE)
 
     def launch(self, address: int, stream: int = 0, threads: int = 32, shared: int = 0, grid: Any = (1, 1, 1)) -> None:
-        self.kernels.launch("pack_whole_f16", grid, threads, shared, Params(address), stream)
+        self.kernels.launch("pack16_f16", grid, threads, shared, Params(address), stream)
 
     def close(self) -> None:
         for device in (self.device, self.other):

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from kvkernels.cuda import cuda_kv_pack
 from kvkernels.cuda.cuda_attention import shared_bytes
 from kvkernels.cuda.cuda_kv_pack import _KvPackParams
 from kvkernels.cuda.cuda_library import KernelLaunchError
@@ -16,18 +15,20 @@ from tests.kvkernels.doubles.card import A100, H100, RTX_4060, T4, V100, Card
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case
 from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
-from tests.kvkernels.emulated.test_cuda_kv_pack import address, pools
+from tests.kvkernels.emulated.test_cuda_kv_pack import address, pack, pools, unpack, whole
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_misaligned_access_is_named(emulated: Emulated, bits: int) -> None:
-    """A payload at an odd address: no copy or matrix instruction takes part, only plain words."""
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("off", [1, 8])
+def test_a_misaligned_access_is_named(emulated: Emulated, bits: int, off: int) -> None:
+    """A payload at no multiple of 16: no copy or matrix instruction takes part, only plain accesses of 16 bytes."""
     header = new_header(Geometry(1, 2, 64, DATA_TYPE_FLOAT16, bits), list(range(16)), 0)
-    payload, pool = np.zeros(header.payload_bytes + 1, np.uint8), torch.zeros(1, 2, 16, 64, dtype=torch.float16)
+    payload, pool = np.zeros(header.payload_bytes + off, np.uint8), torch.zeros(1, 2, 16, 64, dtype=torch.float16)
     slots, at = torch.arange(16), int(payload.ctypes.data)
-    cuda_kv_pack.unpack(emulated, pool, pool.clone(), slots, header, at, None, range(1))
+    pieces = [whole(header, slots, range(1))]
+    unpack(emulated, pool, pool.clone(), pieces, at)
     with pytest.raises(KernelLaunchError, match=r"misaligned address: an access of thread \d+ at .*kv_pack\.cu:\d+"):
-        cuda_kv_pack.unpack(emulated, pool, pool.clone(), slots, header, at + 1, None, range(1))
+        unpack(emulated, pool, pool.clone(), pieces, at + off)
 
 
 @pytest.mark.parametrize(("card", "fits"), [(T4, False), (V100, True), (RTX_4060, True), (A100, True), (H100, True)])
@@ -71,7 +72,7 @@ def test_launches_of_several_threads_come_one_after_another(emulated: Emulated) 
 
     def packed(_: int) -> bytes:
         payload = bytearray(header.payload_bytes)
-        cuda_kv_pack.pack(emulated, keys, values, slots, header, address(payload))
+        pack(emulated, keys, values, [whole(header, slots)], address(payload))
         return bytes(payload)
 
     alone = packed(0)

@@ -12,7 +12,7 @@ from kvsidecar.process.sigint import quiet_sigint
 def main() -> None:
     """Replace this process with a service's program, or run a command.
 
-    The first needs no imports; the import of the commands is slow.
+    Imports the commands only when it runs one, because that import is slow.
     """
     with quiet_sigint():
         if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS and ASKED_BY_SHELL not in os.environ:

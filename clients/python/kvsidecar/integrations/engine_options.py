@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """Build a dataclass of texts, booleans and integers from 1 on.
+    """Build a dataclass whose fields are texts, booleans or integers above 0.
 
     ``where`` names the flag in messages. Raises ConfigurationError for an unknown name or a value out of range.
     """

@@ -21,8 +21,8 @@ _ID_DIGITS = 16
 def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> str:
     """Return the id of the machine's numerics for a namespace's ``producer``.
 
-    ``shared`` leaves them out, for users who prefer hits to equal bits. Runs a few matrix products on the device, which
-    takes some milliseconds.
+    With ``shared`` the id is the same on every machine, for users who prefer hits to equal bits. Otherwise it runs a
+    few matrix products on the device, which takes some milliseconds.
     """
     if shared:
         return SHARED

@@ -35,7 +35,7 @@ class SharedDeviceMemory:
         return memoryview(out)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy from the host; return when any process that holds the memory reads the bytes there."""
+        """Copy from the host. At return, every process that holds the memory can read the bytes."""
         _call(self._cuda, "cuCtxSetCurrent", self._context)
         _call(self._cuda, "cuMemcpyHtoD", self.address + offset, bytes(data), len(data))
         # From pageable memory the driver may return before the last part is there, and another process reads it.

@@ -81,11 +81,10 @@ class PrefixLookup:
     ) -> PrefixMatch:
         """Find and lease the stored chunks of a prompt.
 
-        ``leased`` chunks, which any session already leases, are in memory, so the timeout includes no disk time.
-        ``seconds_per_token`` is the prefill time, 0 when unknown: the daemon does not fetch chunks that take longer.
-        With
-        ``known_tokens``, which the engine has itself, the daemon counts the reason of a miss of later tokens. Raises
-        grpc.RpcError, and ValueError for an invalid answer.
+        ``leased`` says that some session already leases the chunks: they are in memory, so the timeout includes no disk
+        time. ``seconds_per_token`` is the prefill time, 0 when unknown: the daemon does not fetch chunks that take
+        longer. ``known_tokens`` is the number of leading tokens that the engine has itself; with it, the daemon counts
+        the reason why later tokens are missing. Raises grpc.RpcError, and ValueError for an invalid answer.
         """
         chunking = self.chunking if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
@@ -140,9 +139,9 @@ class PrefixLookup:
         found.session.release([found.lease_id], load)
 
     def count_miss(self, session: Session, namespace: bytes, tokens: list[int], salt: bytes, known_tokens: int) -> None:
-        """Let the daemon count the reason of a miss that the index summary shows, of the tokens after ``known_tokens``.
+        """Let the daemon count a miss that the index summary has shown.
 
-        A failed call is not counted.
+        The tokens after ``known_tokens`` are missing; the daemon finds the reason. A failed call is not counted.
         """
         request = pb.MatchRequest(
             namespace=namespace, tenant_salt=salt, token_ids=tokens, explain=True, known_tokens=known_tokens

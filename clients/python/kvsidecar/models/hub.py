@@ -96,7 +96,7 @@ def fetched_before(name: str) -> Path | None:
 def _failures() -> tuple[type[BaseException], ...]:
     """Return huggingface_hub's exceptions.
 
-    The first is that of its HTTP client, which depends on its version.
+    The first is the exception of its HTTP client; which client that is depends on the version of huggingface_hub.
     """
     from huggingface_hub import errors
 

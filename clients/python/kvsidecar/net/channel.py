@@ -127,8 +127,8 @@ def explain_unavailable(
 ) -> KVSidecarError:
     """Return the error, or a clearer one for an unavailable target.
 
-    If no server listens, that is ``absent``, if given. If the server speaks TLS and the call did not (gRPC reports
-    "Socket closed"), it suggests TLS. Opens a connection to find out, for at most 2 s.
+    If no server listens and ``absent`` is given, the result has this text. If the server speaks TLS and the call did
+    not (gRPC reports "Socket closed"), the result suggests TLS. Opens a connection to find out, for at most 2 s.
     """
     if not isinstance(error, Unavailable):
         return error

@@ -160,8 +160,8 @@ async def serve_listeners(
     The addresses have the actual ports. Binds every port before it answers the first call. On shutdown, all listeners
     report NOT_SERVING and wait ``grace_seconds()`` for their calls; then the sockets are removed. A Unix socket gets
     its mode before clients can connect. When its path is deleted, a second server listens at a new socket beside the
-    first, whose connections stay. ``health`` may report more than that the service runs. Raises ConfigurationError, and
-    leaves nothing open, for an address that cannot be bound.
+    first, whose connections stay. ``health`` may have further names with their own states. Raises ConfigurationError,
+    and leaves nothing open, for an address that cannot be bound.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:

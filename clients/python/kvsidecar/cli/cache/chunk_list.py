@@ -45,7 +45,8 @@ def list_chunks(
 ) -> None:
     """List stored chunks: a table on a terminal, else tab-separated lines with full hashes.
 
-    `workers` are those attached whose chunks look like this and have no salt. `cache show` tells a chunk's text.
+    `workers` (in a table `of`) names the attached workers that use a chunk, for chunks without a salt or of --salt.
+    `cache show` shows a chunk's text.
     """
     found = chunks(daemon, namespace, salt)
     shown = list(islice(found, limit or None))
@@ -86,7 +87,7 @@ def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb
 
 
 def prefix_of(chunk: pb.ChunkInfo, namespace: str, salt: str) -> pb.PrefixRef:
-    """Return a chunk's reference by tenant, or without a namespace (operators only)."""
+    """Return a reference to a chunk of a tenant; without a namespace, by the chunk's own root (operators only)."""
     restricted = scope(namespace, salt) or {"root": chunk.root}
     return pb.PrefixRef(prefix_hash=chunk.prefix_hash, **restricted)
 

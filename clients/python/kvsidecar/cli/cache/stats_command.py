@@ -52,9 +52,9 @@ _OF_A_TENANT = (
 def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Salt = "") -> None:
     """Show counters and gauges since the daemon's start; with --namespace a tenant's usage.
 
-    The hit ratio is of the tokens of all prompts that workers served, hits in their own pools included: the number that
-    answers' usage and the gateway's metrics add up to. Workers report with their heartbeats, every 2 s.
-    docs/operations/monitoring.md explains each number, and when to act.
+    The hit ratio is the cached share of the tokens of all prompts that workers served. It includes hits in the workers'
+    own pools, so it agrees with the usage of answers and with the gateway's metrics. Workers report with their
+    heartbeats, every 2 s. docs/operations/monitoring.md explains each number, and when to act.
     """
     restricted = scope(namespace, salt)
     found = daemon.Stats(pb.StatsRequest(**restricted), timeout=CALL_SECONDS)

@@ -1,4 +1,4 @@
-"""Chunks that callers pin or lease, with the limits of each caller.
+"""Limits of the chunks that a caller may lease or pin, with their use.
 
 External callers are those that do not use the private socket. Each of them, and all of them together, may use a share
 of a budget, so that one caller can neither hold the arena nor take all pins.
@@ -13,13 +13,13 @@ from weakref import WeakValueDictionary
 from cache_daemon.store.chunk import Chunk
 
 
-class ChunkUsage:
-    """Distinct chunks that one caller uses, and their bytes.
+class LeasePinLimit:
+    """Distinct chunks that one caller leases or pins, and the bytes that these may have.
 
-    ``whole`` is the usage of all external callers together, which includes this one.
+    ``whole`` is the limit of all external callers together, which includes this one.
     """
 
-    def __init__(self, max_bytes: int, size_of: Callable[[Chunk], int], whole: ChunkUsage | None = None) -> None:
+    def __init__(self, max_bytes: int, size_of: Callable[[Chunk], int], whole: LeasePinLimit | None = None) -> None:
         self.max_bytes, self.size_bytes, self.whole = max_bytes, 0, whole
         self._size_of = size_of
         self._uses: Counter[Chunk] = Counter()
@@ -68,17 +68,17 @@ class ChunkUsage:
         assert self.size_bytes == sum(map(self._size_of, uses)), "a caller's bytes do not add up"
 
 
-class ExternalUsage:
-    """Usages of all external callers, by caller; a caller without uses is forgotten."""
+class LeasePinLimits:
+    """Limits of all external callers, by caller; a caller without uses is forgotten."""
 
     def __init__(self, external_bytes: int, caller_bytes: int, size_of: Callable[[Chunk], int]) -> None:
         self._caller_bytes, self._size_of = caller_bytes, size_of
-        self._whole = ChunkUsage(external_bytes, size_of)
-        self._of: WeakValueDictionary[Hashable, ChunkUsage] = WeakValueDictionary()
+        self._whole = LeasePinLimit(external_bytes, size_of)
+        self._of: WeakValueDictionary[Hashable, LeasePinLimit] = WeakValueDictionary()
 
-    def of(self, caller: Hashable) -> ChunkUsage:
-        """Return the usage of a caller."""
+    def of(self, caller: Hashable) -> LeasePinLimit:
+        """Return the limit of a caller, with its use."""
         found = self._of.get(caller)
         if found is None:
-            found = self._of[caller] = ChunkUsage(self._caller_bytes, self._size_of, self._whole)
+            found = self._of[caller] = LeasePinLimit(self._caller_bytes, self._size_of, self._whole)
         return found

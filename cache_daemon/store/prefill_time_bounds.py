@@ -44,7 +44,7 @@ class _Votes:
         return median_low(self._vote.values())
 
 
-class PrefillClaims:
+class PrefillTimeBounds:
     """Bounds the claims of external callers, in seconds per byte, by the claims of others.
 
     Workers on the private socket and operators are trusted: the median of their claims in the namespace bounds external

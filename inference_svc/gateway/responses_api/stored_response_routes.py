@@ -1,4 +1,4 @@
-"""Handlers of kept responses, their items, and ``/v1/conversations``."""
+"""Handlers of stored responses, their items, and ``/v1/conversations``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ItemsBody(BodyModel):
     items: Annotated[list[Item], FIRST_ERROR, TextAlone] = Field(min_length=1)
 
 
-class KeptResponses:
+class StoredResponseRoutes:
     """Handlers of the responses and conversations that the gateway keeps for each tenant."""
 
     def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:

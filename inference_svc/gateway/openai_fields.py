@@ -147,10 +147,10 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return ``logprobs`` of a completion, with ``most`` alternatives for each token.
 
-    As with OpenAI and vLLM, the token itself is among them, so that there may be one more.
+    As with OpenAI and vLLM, the alternatives include the token itself, so there may be one more than ``most``.
 
-    ``at`` is the offset of the parts in the answer's text, in characters. With ``from_prompt`` they begin with the
-    prompt, whose first token has no log probability.
+    ``at`` is the offset of the first part in the answer's text, in characters. With ``from_prompt``, ``parts`` begin
+    with the prompt's tokens, of which the first has no log probability.
     """
     offsets = []
     for p in parts:

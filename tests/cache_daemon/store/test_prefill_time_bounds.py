@@ -8,7 +8,7 @@ from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.auth.principal import OPERATOR, Principal
 from cache_daemon.eviction.prefill_cost import MAX_TOKEN_SECONDS
-from cache_daemon.store.prefill_claims import _MAX_CLAIMS, _MAX_VOTERS, PrefillClaims
+from cache_daemon.store.prefill_time_bounds import _MAX_CLAIMS, _MAX_VOTERS, PrefillTimeBounds
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.conftest import GEOMETRY, descriptor
 
@@ -20,7 +20,7 @@ def session_of(owner: object, model: str = "m", *, shares_memory: bool = False) 
     return Session("s", keys.namespace_id(described), described, None, shares_memory, owner=owner)
 
 
-def believed(claims: PrefillClaims, session: Session, seconds: float) -> float:
+def believed(claims: PrefillTimeBounds, session: Session, seconds: float) -> float:
     header = new_header(GEOMETRY, list(range(TOKENS)), 0)
     header.prefill_seconds = seconds
     return claims.clamp(session, header)
@@ -32,7 +32,7 @@ ALICE, BOB, CAROL = (session_of(Principal(name)) for name in ("alice", "bob", "c
 
 @pytest.mark.parametrize("trusted", [WORKER, ADMIN])
 def test_a_worker_or_operator_bounds_all_callers_and_is_not_bounded_by_them(trusted: Session) -> None:
-    claims = PrefillClaims()
+    claims = PrefillTimeBounds()
     for caller in (ALICE, BOB, CAROL):
         for _ in range(100):
             believed(claims, caller, 90.0)
@@ -43,7 +43,7 @@ def test_a_worker_or_operator_bounds_all_callers_and_is_not_bounded_by_them(trus
 
 
 def test_each_namespace_has_the_bound_of_its_workers() -> None:
-    claims = PrefillClaims()
+    claims = PrefillTimeBounds()
     for model, seconds in (("small", 0.25), ("large", 4.0)):
         believed(claims, session_of(OPERATOR, model, shares_memory=True), seconds)
     found = [believed(claims, session_of(Principal("alice"), m), 90.0) for m in ("small", "large", "invented")]
@@ -51,7 +51,7 @@ def test_each_namespace_has_the_bound_of_its_workers() -> None:
 
 
 def test_a_caller_has_one_vote_in_all_namespaces() -> None:
-    claims = PrefillClaims()
+    claims = PrefillTimeBounds()
     for n in range(100):
         believed(claims, session_of(Principal("alice"), f"model-{n}"), 90.0)
     believed(claims, BOB, 0.5)
@@ -60,19 +60,19 @@ def test_a_caller_has_one_vote_in_all_namespaces() -> None:
 
 
 def test_the_only_caller_is_bounded_by_the_slowest_model() -> None:
-    claims = PrefillClaims()
+    claims = PrefillTimeBounds()
     assert believed(claims, ALICE, 3e38) == TOKENS * MAX_TOKEN_SECONDS
     assert believed(claims, ALICE, 1.5) == 1.5
 
 
 def test_an_unknown_time_stays_unknown_and_has_no_vote() -> None:
-    claims = PrefillClaims()
+    claims = PrefillTimeBounds()
     assert believed(claims, WORKER, 0.0) == believed(claims, BOB, 0.0) == 0.0
     assert believed(claims, ALICE, 90.0) == 90.0
 
 
 def test_memory_is_bounded_and_the_latest_voters_count() -> None:
-    claims = PrefillClaims()
+    claims = PrefillTimeBounds()
     for n in range(3 * _MAX_VOTERS):
         believed(claims, session_of(Principal(f"caller-{n}")), 1.0)
         believed(claims, session_of(OPERATOR, f"model-{n}", shares_memory=True), 1.0)
