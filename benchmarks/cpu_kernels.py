@@ -121,8 +121,8 @@ def attention(out: KernelComparison) -> None:
             ("scattered", 614, 4096),
         ):
             _attention(out, model, op, rows, keys)
-        for batch in (1, 8):
-            _decode(out, model, batch, 1024)
+        for batch, keys in ((1, 1024), (8, 1024), (1, 4096)):
+            _decode(out, model, batch, keys)
 
 
 def _pool(model: str, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.answer_writer import AnswerWriter
 from inference_svc.gateway.anthropic_api.error_envelope import request_id_of
 from inference_svc.gateway.anthropic_api.message_writer import MessageWriter, message_id
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
@@ -23,6 +22,7 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.explain_header import ACROSS_TENANTS, requested_explain
+from inference_svc.gateway.openai_writer import OpenAIWriter
 from inference_svc.gateway.prompt_cache_options import drop_answer, is_prewarm, limit_to_prompt
 from inference_svc.gateway.prompt_fingerprint import FingerprintStore, PromptComparison, PromptFingerprint, earlier_id
 from inference_svc.gateway.request_history import RequestHistory
@@ -191,7 +191,7 @@ class AnswerHandlers:
     async def _answer(self, request: Request, asked: _AnswerJob) -> Response:
         parsed, requests = asked.parsed, asked.requests
         log_line().add(id=asked.answer_id, model=asked.model)
-        writer = AnswerWriter(asked.answer_id, asked.model, self._models.fingerprint(asked.model), parsed)
+        writer = OpenAIWriter(asked.answer_id, asked.model, self._models.fingerprint(asked.model), parsed)
         shared = request_logprobs_once(requests, parsed.num_choices)
         pieces = with_grammar_option(
             parsed.grammar[0], self._run(request, requests, not parsed.stream, asked.answer_id)

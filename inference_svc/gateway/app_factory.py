@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from inference_svc.gateway.answer_writer import unknown_path
 from inference_svc.gateway.anthropic_api.error_envelope import (
     envelope,
     error_response_for,
@@ -22,6 +21,7 @@ from inference_svc.gateway.anthropic_api.error_envelope import (
 from inference_svc.gateway.client_disconnect import ClientDisconnected
 from inference_svc.gateway.drain import Drain
 from inference_svc.gateway.health_routes import add_liveness
+from inference_svc.gateway.openai_writer import unknown_path
 from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 

@@ -10,7 +10,7 @@ from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from inference_svc.gateway.cache_fields import CacheFields
+from inference_svc.gateway.cache_hints import CacheFields
 from inference_svc.gateway.chat_messages import Messages
 from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.worker_router import Worker, WorkerRouter

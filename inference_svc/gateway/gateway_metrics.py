@@ -19,7 +19,7 @@ from kvsidecar.process.node_report import read_reports
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from inference_svc.gateway.openai_format import finish_reason
+from inference_svc.gateway.openai_fields import finish_reason
 from inference_svc.gateway.request_counters import RequestCounters
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.worker_router import WorkerRouter

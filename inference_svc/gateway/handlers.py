@@ -20,13 +20,13 @@ from kvsidecar.errors import (
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from inference_svc.gateway import openai_format
+from inference_svc.gateway import openai_fields
 from inference_svc.gateway.answer_handlers import AnswerHandlers, AnswerServices
 from inference_svc.gateway.anthropic_api.count_tokens import CountTokens
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
-from inference_svc.gateway.cache_fields import ReleaseBody, release_session
+from inference_svc.gateway.cache_hints import ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet_api import (
     PromptBody,
@@ -96,7 +96,7 @@ class GatewayHandlers:
         name = request.path_params["name"]
         if not name:
             raise UnknownModel("name a model", param="model")
-        return JSONResponse(openai_format.model(self._models.worker(name).model, name, self.router.started))
+        return JSONResponse(openai_fields.model(self._models.worker(name).model, name, self.router.started))
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_tokenize)

@@ -13,7 +13,7 @@ from typing import Any
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.cache_fields import MAX_BREAKPOINTS
+from inference_svc.gateway.cache_hints import MAX_BREAKPOINTS
 
 _LIFETIME = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.tenant_lru import TenantLru
 
-from inference_svc.gateway.openai_format import miss_reason
+from inference_svc.gateway.openai_fields import miss_reason
 from inference_svc.gateway.request_history import answer_key
 
 _DIGEST_BYTES, _OBJECT_BYTES, _OVERHEAD_BYTES = 8, 48, 1024

@@ -11,7 +11,7 @@ from kvsidecar.errors import UnknownRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.tenant_lru import TenantLru
 
-from inference_svc.gateway.openai_format import miss_reason
+from inference_svc.gateway.openai_fields import miss_reason
 
 _MAX_BYTES, _MAX_BYTES_IN_ALL = 1 << 20, 16 << 20
 _OVERHEAD_BYTES = 1024  # the objects of an entry, and its ids

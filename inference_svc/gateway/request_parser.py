@@ -9,7 +9,7 @@ from kvsidecar.errors import PermissionDenied
 
 from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
-from inference_svc.gateway.cache_fields import CacheFields, ReleaseBody
+from inference_svc.gateway.cache_hints import CacheFields, ReleaseBody
 from inference_svc.gateway.explain_header import ACROSS_TENANTS, requested_explain
 from inference_svc.gateway.prompt_pins import UnpinBody
 from inference_svc.gateway.request_schema import ChatRequest, GenerationOptions

@@ -11,7 +11,7 @@ from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
 from pydantic import BeforeValidator, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.cache_fields import CacheFields
+from inference_svc.gateway.cache_hints import CacheFields
 from inference_svc.gateway.chat_messages import Messages, answer_start
 from inference_svc.gateway.openai_tools import (
     Function,

@@ -10,7 +10,7 @@ from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
-from inference_svc.gateway.cache_fields import RELEASE_PATH
+from inference_svc.gateway.cache_hints import RELEASE_PATH
 from inference_svc.gateway.drain import DrainMiddleware
 from inference_svc.gateway.fleet_api import (
     CACHED_PREFIX_PATH,

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvsidecar.errors import Unavailable, UnknownModel
 
-from inference_svc.gateway import openai_format
+from inference_svc.gateway import openai_fields
 from inference_svc.gateway.model_aliases import ModelAliases
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
@@ -26,7 +26,7 @@ class ServedModels:
         """Return ``system_fingerprint`` of a model; None while no worker is known to serve it."""
         served = self.resolve(model)
         found = next((w for w in self._router.workers if w.was_up and w.serves(served)), None)
-        return None if found is None else openai_format.fingerprint(found.model)
+        return None if found is None else openai_fields.fingerprint(found.model)
 
     def worker(self, name: str) -> Worker:
         """Return a worker that serves the model, or any for an empty name.
@@ -60,7 +60,7 @@ class ServedModels:
         """Return the entries of all models of workers, and of their aliases."""
         served = {name: w.model for w in workers for name in w.names}
         found = self._aliases.with_aliases(served)
-        return [openai_format.model(model, name, self._router.started) for name, model in found.items()]
+        return [openai_fields.model(model, name, self._router.started) for name, model in found.items()]
 
 
 def no_worker(model: str) -> Unavailable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -13,6 +15,9 @@ from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.http_tracing import FIRST_TOKEN, GENERATE_STREAM, current_span
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait
+
+# A request moves from a worker that has been down for so long, although its connection stands: a stopped process.
+_SILENT_SECONDS, _LOOK_SECONDS = 5.0, 1.0
 
 
 class WorkerRetry:
@@ -69,14 +74,35 @@ class WorkerRetry:
                 timeout=self._config.request_seconds,
                 metadata=span.metadata(),
             )
+            parts = aiter(call)
             try:
-                async for part in call:
+                yield await self._first(worker, parts)
+                async for part in parts:
                     yield part
+            except StopAsyncIteration:
+                return
             except grpc.RpcError as error:
                 raise worker.error_of(error) from error
             finally:
                 call.cancel()
                 worker.in_flight -= 1
+
+    async def _first(
+        self, worker: Worker, parts: AsyncIterator[pb.GenerateStreamResponse]
+    ) -> pb.GenerateStreamResponse:
+        """Return a call's first message.
+
+        Raises Unavailable if the worker falls silent while another one is up, StopAsyncIteration without a message.
+        """
+        first = asyncio.ensure_future(anext(parts))
+        try:
+            while not (await asyncio.wait({first}, timeout=_LOOK_SECONDS))[0]:
+                silent = not worker.alive and time.monotonic() - worker.down_at > _SILENT_SECONDS
+                if silent and any(w.alive for w in self._router.workers):
+                    raise Unavailable("the worker does not answer")
+            return first.result()
+        finally:
+            first.cancel()
 
 
 def is_retryable(error: KVSidecarError) -> bool:

@@ -47,6 +47,7 @@ class Worker:
     target: str
     client: AsyncClient
     alive: bool = False
+    down_at: float = 0.0  # when it stopped to be alive
     was_up: bool = False  # it was alive at least once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
     stats: pb.GetStatsResponse | None = None  # as last reported
@@ -114,6 +115,7 @@ class Worker:
     def down(self, why: str) -> None:
         if self.alive:
             log.warning("worker is down", worker=self.target, error=why)
+            self.down_at = time.monotonic()
         self.alive = False
         self.refused.clear()
 

@@ -11,6 +11,7 @@
 #include "jobs.h"
 #include "kv_page_layout.h"
 #include "simd.h"
+#include "softmax_state.h"
 #include "thread_pool.h"
 
 using namespace kvk;
@@ -22,52 +23,15 @@ constexpr int PIECE = 512, ROWS = 4;
 constexpr int TILE = 256, MAX_QUERY_ROWS = TILE + ROWS;
 // Up to this many row groups, values are widened in place for each group instead of once for all.
 constexpr int FEW_GROUPS = 2;
+// Steps of a product between two portions of prefetched lines.
+constexpr int STEPS = 4;
 constexpr int SCORES = KEYS / LANES;
-constexpr float MASKED = -1e30f, LEAST = -1e29f;
-
-int64_t state_floats(int64_t dim) { return dim + 2 * LANES; }
+constexpr float MASKED = -1e30f;
 
 // Size of a thread's scratch: queries, a block's keys, values and probabilities, and two states of a tile.
 int64_t scratch_floats(int64_t dim) {
   return MAX_QUERY_ROWS * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * MAX_QUERY_ROWS * state_floats(dim);
 }
-
-// Softmax state of a tile's rows: `dim` weighted values, a vector of the weights' sums and one of their maximum.
-struct State {
-  float* first;
-  int64_t dim;
-
-  float* values(int64_t row) const { return first + row * state_floats(dim); }
-  float* weights(int64_t row) const { return values(row) + dim; }
-  float* maximum(int64_t row) const { return weights(row) + LANES; }
-
-  void clear(int64_t rows) const {
-    for (int64_t row = 0; row < rows; row++) {
-      for (int64_t d = 0; d < dim + LANES; d += LANES) store(values(row) + d, Floats{});
-      store(maximum(row), splat(LEAST));
-    }
-  }
-
-  // Merges the state of a later piece.
-  void merge(const State& piece, int64_t rows) const {
-    for (int64_t row = 0; row < rows; row++) {
-      const Floats added = load<Floats>(piece.weights(row)), kept = load<Floats>(weights(row));
-      if (sum_of(added)[0] == 0) continue;
-      if (sum_of(kept)[0] == 0) {
-        memcpy(values(row), piece.values(row), state_floats(dim) * sizeof(float));
-        continue;
-      }
-      const Floats old = load<Floats>(maximum(row)), other = load<Floats>(piece.maximum(row));
-      const Floats maximum_now = larger(old, other), mine = exp2(old - maximum_now), its = exp2(other - maximum_now);
-      for (int64_t d = 0; d < dim; d += LANES) {
-        float* at = values(row) + d;
-        store(at, fma(load<Floats>(at), mine, load<Floats>(piece.values(row) + d) * its));
-      }
-      store(weights(row), fma(kept, mine, added * its));
-      store(maximum(row), maximum_now);
-    }
-  }
-};
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
@@ -75,32 +39,43 @@ struct State {
 // Weights are words, or bfloat16 that is widened.
 template <bool PAIRED, int COUNT, class Weight>
 KVK_INLINE void multiply(Floats (&sums)[ROWS][COUNT], const float* const (&lines)[ROWS], const Weight* weights,
-                         int64_t depth, int64_t width) {
-  for (int64_t n = 0; n < depth; n++) {
-    Floats weight[COUNT];
-    for (int p = 0; p < COUNT; p++) weight[p] = widened(weights + n * width + p * LANES);
-    for (int i = 0; i < ROWS; i++) {
-      const Floats number = splat(lines[i][n]);
-      for (int p = 0; p < COUNT; p++)
-        sums[i][p] = PAIRED ? dot((Words)weight[p], (Words)number, sums[i][p]) : fma(weight[p], number, sums[i][p]);
+                         int64_t depth, int64_t width, PagePrefetch& prefetch) {
+  for (int64_t first = 0; first < depth; first += STEPS) {
+    prefetch.advance();
+    for (int64_t n = first; n < first + STEPS; n++) {
+      Floats weight[COUNT];
+      for (int p = 0; p < COUNT; p++) weight[p] = widened(weights + n * width + p * LANES);
+      for (int i = 0; i < ROWS; i++) {
+        const Floats number = splat(lines[i][n]);
+        for (int p = 0; p < COUNT; p++)
+          sums[i][p] = PAIRED ? dot((Words)weight[p], (Words)number, sums[i][p]) : fma(weight[p], number, sums[i][p]);
+      }
     }
   }
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
+// First key of the first block that a unit reads.
+int64_t first_block(const AttentionJob& job, const AttentionUnit& unit) {
+  const int64_t oldest = job.batch->positions[unit.first_row] + 1 - job.window, piece = unit.piece * PIECE;
+  const int64_t within = oldest > 0 ? oldest / KEYS * KEYS : 0;
+  return piece > within ? piece : within;
+}
+
 template <class T> class Tile {
   static constexpr bool PAIRED = PAIRS && sizeof(T) == sizeof(bf16);
   static constexpr int WORD = PAIRED ? 2 : 1;  // elements
 
  public:
-  Tile(const AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
+  Tile(AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
       : job_(job),
         batch_(*job.batch),
         unit_(unit),
         head_(head),
         dim_(batch_.dim),
-        num_query_rows_(unit.rows * batch_.group_size) {
+        num_query_rows_(unit.rows * batch_.group_size),
+        prefetch_(PAGE * dim_ * sizeof(T), lines_per_portion()) {
     query_ = scratch, keys_ = query_ + MAX_QUERY_ROWS * dim_;
     values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
     total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + MAX_QUERY_ROWS * state_floats(dim_), dim_};
@@ -118,8 +93,15 @@ template <class T> class Tile {
     oldest_ = oldest > 0 ? oldest : 0, last_ = positions[unit.rows - 1];
   }
 
-  void run() {
-    if (unit_.piece >= 0) return run_piece();
+  // Computes the tile or piece; returns the next work item, which it claims before its last block.
+  int64_t run() {
+    if (unit_.piece >= 0) run_piece();
+    else run_tile();
+    return claim();
+  }
+
+ private:
+  void run_tile() {
     const int64_t first = oldest_ / PIECE, end = last_ / PIECE + 1;
     sum(first, total_);
     for (int64_t piece = first + 1; piece < end; piece++) {
@@ -130,13 +112,21 @@ template <class T> class Tile {
     if (batch_.max_probs) collect_max_probs();
   }
 
- private:
   struct QueryRow {
     const float* query;  // words
     T* out;
     int32_t position;
     int64_t head;  // within the group that shares the KV head
   };
+
+  // Returns the lines to prefetch at a time, so that a block's computation covers the next block's lines.
+  int64_t lines_per_portion() const {
+    const int64_t lines = 2 * KEYS * dim_ * (int64_t)sizeof(T) / PagePrefetch::LINE;
+    const int64_t groups = (num_query_rows_ + ROWS - 1) / ROWS, words = dim_ * sizeof(T) / sizeof(int32_t);
+    const int64_t squares = KEYS / LANES * ((words + LANES - 1) / LANES);
+    const int64_t steps = SCORES / PARTS * (dim_ / WORD) + dim_ / (PARTS * LANES) * (KEYS / WORD);
+    return lines / (squares + groups * steps / STEPS) + 1;
+  }
 
   // Returns the query of one row and head as words.
   const float* prepared(const T* from, int64_t at) {
@@ -163,7 +153,7 @@ template <class T> class Tile {
   }
 
   // Computes the state of one piece.
-  void sum(int64_t piece, const State& state) {
+  void sum(int64_t piece, const SoftmaxState& state) {
     state.clear(groups_ * ROWS);
     each_block(piece * PIECE, (piece + 1) * PIECE, true, [&](int64_t group) { attend(group, state); });
   }
@@ -182,19 +172,14 @@ template <class T> class Tile {
     for (; first_key_ < to && first_key_ <= last_; first_key_ += KEYS) {
       const int64_t* pages = batch_.pages + unit_.first_page + first_key_ / PAGE;
       const bool whole = first_key_ >= oldest_ && first_key_ + KEYS - 1 <= last_;
+      plan_prefetch(to, with_values);
       in_place_ = whole && !PAIRED && (sizeof(T) == sizeof(float) || groups_ <= FEW_GROUPS);
       for (int page = 0; page < KEYS / PAGE; page++) {
-        load_key_page<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_);
+        load_key_page<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_, prefetch_);
         value_page_[page] = values + pages[page] * dim_;
         if (with_values && !in_place_)
-          load_value_page<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
+          load_value_page<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_, prefetch_);
       }
-      if (first_key_ + KEYS < to && first_key_ + KEYS <= last_)
-        for (int page = 0; page < KEYS / PAGE; page++) {
-          const int64_t next = pages[KEYS / PAGE + page] * dim_;
-          prefetch_page(keys + next, dim_);
-          if (with_values) prefetch_page(values + next, dim_);
-        }
       if (with_values && !whole)
         for (int key = 0; key < KEYS; key++)
           if (first_key_ + key < oldest_ || first_key_ + key > last_) zero_value<PAIRED>(values_, key, dim_);
@@ -206,6 +191,31 @@ template <class T> class Tile {
     }
   }
 
+  // Plans what to prefetch while the present block is computed: the next block, or the first of the next work item.
+  void plan_prefetch(int64_t to, bool with_values) {
+    const int64_t next = first_key_ + KEYS;
+    prefetch_.clear();
+    if (next <= last_ && (next < to || unit_.piece < 0)) {
+      add_block(unit_, head_, next, with_values);
+    } else if (!batch_.max_probs) {
+      const int64_t item = claim();
+      if (item >= batch_.units * batch_.kv_heads) return;
+      const AttentionUnit& unit = batch_.unit[item / batch_.kv_heads];
+      add_block(unit, item % batch_.kv_heads, first_block(job_, unit), true);
+    }
+  }
+
+  void add_block(const AttentionUnit& unit, int64_t head, int64_t key, bool with_values) {
+    const int64_t* pages = batch_.pages + unit.first_page + key / PAGE;
+    const int64_t first = head * batch_.kv_head_stride;
+    for (int page = 0; page < KEYS / PAGE; page++) prefetch_.add((const T*)job_.keys + first + pages[page] * dim_);
+    if (!with_values) return;
+    for (int page = 0; page < KEYS / PAGE; page++) prefetch_.add((const T*)job_.values + first + pages[page] * dim_);
+  }
+
+  // Claims the next work item, once.
+  int64_t claim() { return next_item_ < 0 ? next_item_ = claim_next(&job_.next_item) : next_item_; }
+
   // Computes base-2 logits; masked keys get a large negative value.
   KVK_INLINE void score(int64_t group, Floats (&scores)[ROWS][SCORES]) {
     const QueryRow* place = query_rows_ + group * ROWS;
@@ -214,7 +224,7 @@ template <class T> class Tile {
       Floats sums[ROWS][PARTS];
       for (int i = 0; i < ROWS; i++)
         for (int p = 0; p < PARTS; p++) sums[i][p] = Floats{};
-      multiply<PAIRED>(sums, lines, keys_ + part * LANES, dim_ / WORD, KEYS);
+      multiply<PAIRED>(sums, lines, keys_ + part * LANES, dim_ / WORD, KEYS, prefetch_);
       for (int i = 0; i < ROWS; i++)
         for (int p = 0; p < PARTS; p++) scores[i][part + p] = sums[i][p] * job_.scale;
     }
@@ -242,7 +252,7 @@ template <class T> class Tile {
     }
   }
 
-  void attend(int64_t group, const State& state) {
+  void attend(int64_t group, const SoftmaxState& state) {
     Floats scores[ROWS][SCORES], shrink[ROWS];
     score(group, scores);
     for (int i = 0; i < ROWS; i++) {
@@ -290,8 +300,8 @@ template <class T> class Tile {
     Floats sums[ROWS][COUNT];
     for (int i = 0; i < ROWS; i++)
       for (int p = 0; p < COUNT; p++) sums[i][p] = load<Floats>(to + i * stride + p * LANES) * shrink[i];
-    multiply<PAIRED>(sums, lines, page, HALF, dim_);
-    multiply<PAIRED>(sums, others, other, HALF, dim_);
+    multiply<PAIRED>(sums, lines, page, HALF, dim_, prefetch_);
+    multiply<PAIRED>(sums, others, other, HALF, dim_, prefetch_);
     for (int i = 0; i < ROWS; i++)
       for (int p = 0; p < COUNT; p++) store(to + i * stride + p * LANES, sums[i][p]);
   }
@@ -312,7 +322,7 @@ template <class T> class Tile {
   }
 
   // Divides by the weights' sums, stores their inverse and writes the output.
-  void finish(const State& state) {
+  void finish(const SoftmaxState& state) {
     for (int64_t row = 0; row < num_query_rows_; row++) {
       const Floats inverse = 1.f / sum_of(load<Floats>(state.weights(row)));
       store(state.weights(row), inverse);
@@ -323,15 +333,17 @@ template <class T> class Tile {
       memcpy(state.values(row), state.values(num_query_rows_ - 1), state_floats(dim_) * sizeof(float));
   }
 
-  const AttentionJob& job_;
+  AttentionJob& job_;
   const AttentionBatch& batch_;
   const AttentionUnit& unit_;
   const int64_t head_, dim_, num_query_rows_;
   int64_t groups_, oldest_, last_, first_key_;
   float *query_, *keys_, *values_, *weights_;
-  State total_, piece_;
+  SoftmaxState total_, piece_;
   const T* value_page_[KEYS / PAGE];  // the block's pages in the pool
   bool in_place_;                     // values are read from the pool directly
+  PagePrefetch prefetch_;
+  int64_t next_item_ = -1;            // claimed
   QueryRow query_rows_[MAX_QUERY_ROWS];
 };
 
@@ -346,10 +358,11 @@ KVK_EXPORT int64_t kvk_attention_state(int64_t dim) { return state_floats(dim); 
 KVK_EXPORT void kvk_attention(AttentionJob* job) {
   const AttentionBatch& batch = *job->batch;
   float* scratch = batch.scratch + claim_next(&job->joined_threads) * scratch_floats(batch.dim);
-  for (int64_t item; (item = claim_next(&job->next_item)) < batch.units * batch.kv_heads;) {
+  const int64_t items = batch.units * batch.kv_heads;
+  for (int64_t item = claim_next(&job->next_item); item < items;) {
     const AttentionUnit& unit = batch.unit[item / batch.kv_heads];
     const int64_t head = item % batch.kv_heads;
-    if (batch.of_bf16) Tile<bf16>(*job, scratch, unit, head).run();
-    else Tile<float>(*job, scratch, unit, head).run();
+    if (batch.of_bf16) item = Tile<bf16>(*job, scratch, unit, head).run();
+    else item = Tile<float>(*job, scratch, unit, head).run();
   }
 }

@@ -1,5 +1,6 @@
 // Layout of a block's keys and values for attention.cpp. A word is a float or a pair of bfloat16.
 #pragma once
+#include "page_prefetch.h"
 #include "simd.h"
 
 namespace kvk {
@@ -16,12 +17,13 @@ KVK_INLINE Words words(const int32_t* from, int64_t count) {
 }
 
 // Transposes a page's keys [PAGE, dim] to columns of [words, KEYS].
-template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int64_t dim) {
+template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int64_t dim, PagePrefetch& prefetch) {
   const int64_t size = dim * sizeof(T) / sizeof(int32_t);
   for (int key = 0; key < PAGE; key += LANES)
     for (int64_t word = 0; word < size; word += LANES) {
       Words lines[LANES];
       const int64_t count = size - word;
+      prefetch.advance();
       for (int i = 0; i < LANES; i++) lines[i] = words((const int32_t*)(from + (key + i) * dim) + word, count);
       transpose(lines);
       for (int i = 0; i < LANES && i < count; i++) {
@@ -36,13 +38,15 @@ template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int
 }
 
 // Widens a page's values [PAGE, dim] to float32, or interleaves them to [PAGE / 2, dim] pairs.
-template <class T, bool PAIRED> void load_value_page(float* to, const T* from, int64_t dim) {
-  if constexpr (PAIRED) {
-    for (int key = 0; key < PAGE; key += 2, from += 2 * dim, to += dim)
-      for (int64_t d = 0; d < dim; d += LANES)
+template <class T, bool PAIRED> void load_value_page(float* to, const T* from, int64_t dim, PagePrefetch& prefetch) {
+  constexpr int WORD = PAIRED ? 2 : 1;
+  for (int key = 0; key < PAGE; key += WORD, from += WORD * dim, to += dim) {
+    prefetch.advance();
+    for (int64_t d = 0; d < dim; d += LANES) {
+      if constexpr (PAIRED)
         store(to + d, extended(load<Halves>(from + d)) | extended(load<Halves>(from + dim + d)) << 16);
-  } else {
-    for (int64_t d = 0; d < PAGE * dim; d += LANES) store(to + d, widened(from + d));
+      else store(to + d, widened(from + d));
+    }
   }
 }
 
@@ -54,12 +58,6 @@ template <bool PAIRED> void zero_value(float* values, int key, int64_t dim) {
   } else {
     memset(values + key * dim, 0, dim * sizeof(float));
   }
-}
-
-// Starts reading a page [PAGE, dim] of keys or values that the next block needs, while a block is computed.
-template <class T> KVK_INLINE void prefetch_page(const T* page, int64_t dim) {
-  const int64_t bytes = PAGE * dim * (int64_t)sizeof(T);
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const char*)page + byte);
 }
 
 }  // namespace kvk

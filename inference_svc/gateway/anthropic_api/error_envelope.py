@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from kvsidecar.errors import KVSidecarError, status_of
 
-from inference_svc.gateway.answer_writer import error_event, error_response
+from inference_svc.gateway.openai_writer import error_event, error_response
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 REQUEST_ID = "request-id"

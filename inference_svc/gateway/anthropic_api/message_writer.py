@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway import openai_format
+from inference_svc.gateway import openai_fields
 from inference_svc.gateway.anthropic_api.error_envelope import event, messages_error_event
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
 from inference_svc.gateway.prompt_fingerprint import PromptComparison
@@ -130,7 +130,7 @@ class MessageWriter:
         stop = part.stop_string if part.WhichOneof("stopped_by") == "stop_string" else None
         ended = {"stop_reason": self._stop_reason(part), "stop_sequence": stop if self._request.max_tokens else None}
         self._body |= {**ended, "usage": usage, **self._diagnostics(part.usage)}
-        miss = openai_format.miss_reason(part) if self._request.explain else {}
+        miss = openai_fields.miss_reason(part) if self._request.explain else {}
         self._body |= miss
         # The totals: clients replace the counts of message_start by these.
         return [

@@ -17,7 +17,7 @@ from inference_svc.gateway.anthropic_api.content_blocks import (
     system_text,
 )
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.cache_fields import MAX_BREAKPOINTS, CacheSession
+from inference_svc.gateway.cache_hints import MAX_BREAKPOINTS, CacheSession
 from inference_svc.gateway.request_schema import ChatRequest
 from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
 

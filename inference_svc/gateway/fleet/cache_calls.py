@@ -13,7 +13,7 @@ from kvsidecar.errors import KVSidecarError, Unavailable
 
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
-from inference_svc.gateway.cache_fields import RELEASE_PATH
+from inference_svc.gateway.cache_hints import RELEASE_PATH
 from inference_svc.gateway.fleet.node_calls import NodeCalls
 from inference_svc.gateway.fleet.node_discovery import BAD_RESPONSE_ERRORS, NodeDiscovery
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest, to_routed_request

@@ -15,7 +15,6 @@ from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable
 from starlette.types import Receive, Scope, Send
 
 from inference_svc.gateway.answer_summary import SUMMARY_HEADER, SummaryFilter, parse_summary
-from inference_svc.gateway.answer_writer import error_event
 from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, messages_error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.explain_header import MISS_HEADER
@@ -24,6 +23,7 @@ from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, 
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest
 from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, PIN_PATH, WARM_PATH
+from inference_svc.gateway.openai_writer import error_event
 from inference_svc.gateway.request_log import log_line
 
 log = structlog.get_logger("gateway")

@@ -11,7 +11,7 @@ from kvsidecar.errors import InvalidRequest, UnknownResponse
 from kvsidecar.tenant_lru import TenantLru
 
 from inference_svc.gateway.body_reader import INLINE_BYTES
-from inference_svc.gateway.openai_format import json_bytes
+from inference_svc.gateway.openai_fields import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
 # A conversation is read as a whole on the event loop whenever it grows.

@@ -12,7 +12,7 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway import openai_format
+from inference_svc.gateway import openai_fields
 from inference_svc.gateway.prompt_fingerprint import PromptComparison
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
@@ -86,7 +86,7 @@ class ResponseWriter:
         async for piece in pieces:
             self._add(piece.part)
         await self._store()
-        return await asyncio.to_thread(openai_format.json_bytes, self._body)
+        return await asyncio.to_thread(openai_fields.json_bytes, self._body)
 
     async def interim(self, status: str, error: Exception | None = None) -> StoredResponse:
         """Return the response in the background as it is now, without an answer to continue from."""
@@ -123,7 +123,7 @@ class ResponseWriter:
         if self._request.enable_response_messages:
             self._add_raw(part)
         events: list[bytes] = []
-        self._logprobs += openai_format.chat_logprobs(list(part.logprobs))["content"]
+        self._logprobs += openai_fields.chat_logprobs(list(part.logprobs))["content"]
         if part.reasoning:
             events += self._think(part.reasoning)
         if part.text:
@@ -138,7 +138,7 @@ class ResponseWriter:
 
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
-            self._body |= openai_format.prompt_provenance(part)
+            self._body |= openai_fields.prompt_provenance(part)
 
     def _add_raw(self, part: pb.GenerateStreamResponse) -> None:
         """Add to vLLM's ``input_messages`` and ``output_messages``."""
@@ -152,7 +152,7 @@ class ResponseWriter:
 
     def _report_miss(self, part: pb.GenerateStreamResponse) -> None:
         if self._request.explain:
-            self._body |= openai_format.miss_reason(part)
+            self._body |= openai_fields.miss_reason(part)
         if self.comparison is not None:
             self._body["prompt_cache_diagnostics"] = self.comparison.openai_diagnostics(part)
 
@@ -264,7 +264,7 @@ class ResponseWriter:
         """
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_fields.json_bytes, body))
 
     def _event(self, kind: str, **body: Any) -> bytes:
         if not self._streams:

@@ -9,7 +9,7 @@ from kvsidecar.errors import InvalidRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.cache_fields import CacheFields
+from inference_svc.gateway.cache_hints import CacheFields
 from inference_svc.gateway.chat_messages import TextAlone
 from inference_svc.gateway.request_schema import DEFAULT_LENGTH, MAX_LOGPROBS, ChatRequest
 from inference_svc.gateway.response_format import JsonSchema

@@ -11,8 +11,8 @@ from kvsidecar import errors
 from kvsidecar.errors import KVSidecarError, status_of
 from pydantic import BaseModel
 
-from inference_svc.gateway.answer_writer import error_response
 from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.openai_writer import error_response
 from inference_svc.gateway.openapi import document
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest

@@ -31,10 +31,12 @@ SOON = 5.0
 
 
 class Worker(InferenceServiceServicer):
-    """Says "abc", or goes away behind "ab"."""
+    """Says "abc", or goes away behind "ab". While it stands still, no call is answered."""
 
     def __init__(self, target: Path, dies: bool = False) -> None:
         self.target, self.dies, self.asked, self.scored = target, dies, 0, 0
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -50,6 +52,7 @@ class Worker(InferenceServiceServicer):
         self.target.unlink(missing_ok=True)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        await self.goes_on.wait()
         return pb.GetModelResponse(model_id="m")
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
@@ -59,6 +62,7 @@ class Worker(InferenceServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         self.asked += 1
+        await self.goes_on.wait()
         scored = request.request.HasField("prompt_logprobs")
         self.scored += scored
         if scored:
@@ -106,6 +110,27 @@ async def test_a_whole_answer_of_which_nothing_was_sent_is_written_again(tmp_pat
     async with serving(first, second) as ask:
         assert text(await ask()) == "abc"
     assert (first.asked, second.asked) == (1, 1)
+
+
+async def test_a_stream_at_a_worker_that_stands_still_moves_to_another_one(tmp_path: Path) -> None:
+    """Its connection stands, so the call itself does not fail."""
+    first, second = Worker(tmp_path / "0"), Worker(tmp_path / "1")
+    async with serving(first, second) as ask:
+        first.goes_on.clear()
+        began = time.monotonic()
+        answer = await ask(stream=True)
+        assert answer.text.count('"text":"') >= 3
+        assert (first.asked, second.asked) == (1, 1)
+        assert time.monotonic() - began < WAIT_SECONDS
+        first.goes_on.set()
+
+
+async def test_a_stream_at_a_worker_that_stands_still_waits_without_another_one(tmp_path: Path) -> None:
+    worker = Worker(tmp_path / "0")
+    async with serving(worker, wait_seconds=0) as ask:
+        worker.goes_on.clear()
+        asyncio.get_running_loop().call_later(9, worker.goes_on.set)
+        assert '"text":"c"' in (await ask(stream=True)).text
 
 
 async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:

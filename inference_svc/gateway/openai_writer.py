@@ -12,7 +12,7 @@ from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway import openai_format
+from inference_svc.gateway import openai_fields
 from inference_svc.gateway.openai_tools import call_delta_fields, whole_calls
 from inference_svc.gateway.prompt_cache_options import drop_answer
 from inference_svc.gateway.request_log import log_line
@@ -41,7 +41,7 @@ def error_response(error: KVSidecarError) -> JSONResponse:
 
 def error_event(error: KVSidecarError) -> bytes:
     """Return an error as the last event of a stream, in OpenAI's format."""
-    return openai_format.event(_error_body(error))
+    return openai_fields.event(_error_body(error))
 
 
 def _error_body(error: KVSidecarError) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] |
     return JSONResponse({"error": error}, status_code=code, headers=headers)
 
 
-class AnswerWriter:
+class OpenAIWriter:
     """Writes one answer, as one JSON body or as events."""
 
     def __init__(
@@ -80,15 +80,15 @@ class AnswerWriter:
             choices[piece.choice].add(piece.part)
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
-            told |= openai_format.prompt_provenance(first) | openai_format.miss_reason(choices[0].last)
+            told |= openai_fields.prompt_provenance(first) | openai_fields.miss_reason(choices[0].last)
         if self._chat and first is not None:
             told |= self._prompt_fields(first)
         return {
             **self._head,
             "object": self._whole_kind,
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": openai_format.usage([choice.last.usage for choice in choices], self._request.num_choices),
-            "timings": openai_format.timings(choices[0].last.timings),
+            "usage": openai_fields.usage([choice.last.usage for choice in choices], self._request.num_choices),
+            "timings": openai_fields.timings(choices[0].last.timings),
             **told,
         }
 
@@ -107,7 +107,7 @@ class AnswerWriter:
                 calls = whole_calls(choice.calls)
                 called = {"function_call": calls[0]["function"]} if self._legacy else {"tool_calls": calls}
                 message |= {"content": text or None, **called}
-            message |= openai_format.reasoning("".join(choice.reasoning))
+            message |= openai_fields.reasoning("".join(choice.reasoning))
             body = {"message": message}
         elif choice.first is not None:
             body |= self._prompt_fields(choice.first)
@@ -118,20 +118,20 @@ class AnswerWriter:
             **body,
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": self._finish_reason(choice.last),
-            "stop_reason": openai_format.stop_reason(choice.last),
+            "stop_reason": openai_fields.stop_reason(choice.last),
         }
 
     def _prompt_fields(self, first: pb.GenerateStreamResponse) -> dict[str, Any]:
         """Return vLLM's fields about the prompt; a field that was not asked for is null."""
         asked = self._request.prompt_logprobs is not None
         fields: dict[str, Any] = {
-            "prompt_logprobs": openai_format.prompt_logprobs(first.prompt_logprobs) if asked else None
+            "prompt_logprobs": openai_fields.prompt_logprobs(first.prompt_logprobs) if asked else None
         }
         asked = self._request.return_token_ids
         return {**fields, "prompt_token_ids": list(first.prompt_token_ids) if asked else None}
 
     def _finish_reason(self, part: pb.GenerateStreamResponse) -> str | None:
-        found = openai_format.finish_reason(part.finish_reason)
+        found = openai_fields.finish_reason(part.finish_reason)
         return "function_call" if self._legacy and found == "tool_calls" else found
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
@@ -147,9 +147,9 @@ class AnswerWriter:
             return
         options = self._request.stream_options
         if options is not None and options.include_usage:
-            usage = openai_format.usage([last[i].usage for i in sorted(last)], self._request.num_choices)
-            yield self._bare_chunk({"usage": usage, "timings": openai_format.timings(last[0].timings)})
-        yield openai_format.event("[DONE]")
+            usage = openai_fields.usage([last[i].usage for i in sorted(last)], self._request.num_choices)
+            yield self._bare_chunk({"usage": usage, "timings": openai_fields.timings(last[0].timings)})
+        yield openai_fields.event("[DONE]")
 
     def _events(self, piece: ChoiceChunk, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
         part, out = piece.part, []
@@ -157,10 +157,10 @@ class AnswerWriter:
             out.append(self._chunk(piece, {"delta": {"role": "assistant", "content": ""}}))
         opened.add(piece.choice)
         if part.prompt_parts:
-            out.append(self._bare_chunk(openai_format.prompt_provenance(part)))
+            out.append(self._bare_chunk(openai_fields.prompt_provenance(part)))
         returned = {"token_ids": list(part.token_ids)} if self._request.return_token_ids else {}
         if part.reasoning:
-            out.append(self._chunk(piece, {"delta": openai_format.reasoning(part.reasoning)}))
+            out.append(self._chunk(piece, {"delta": openai_fields.reasoning(part.reasoning)}))
         told: dict[str, Any] | None = None
         if part.text or part.logprobs or any(returned.values()):
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
@@ -178,38 +178,38 @@ class AnswerWriter:
             last[piece.choice] = part
             # The last text has the finish reason beside it, as with vLLM.
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-            ended = (empty if told is None else told) | {"stop_reason": openai_format.stop_reason(part)}
+            ended = (empty if told is None else told) | {"stop_reason": openai_fields.stop_reason(part)}
             out.append(self._chunk(piece, ended, self._finish_reason(part)))
             if self._request.explain:
-                out.append(self._bare_chunk(openai_format.miss_reason(part)))
+                out.append(self._bare_chunk(openai_fields.miss_reason(part)))
         return out
 
     def _bare_chunk(self, fields: dict[str, Any]) -> bytes:
         """Encode an event of the whole request, without a choice."""
-        return openai_format.event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
+        return openai_fields.event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
 
     def _chunk(self, piece: ChoiceChunk, content: dict[str, Any], finish: str | None = None) -> bytes:
         body = {"index": piece.choice, "logprobs": None, **content, "finish_reason": finish}
         told: dict[str, Any] = {"object": self._chunk_kind, "choices": [body]}
         if self._request.has_continuous_usage:
-            told["usage"] = openai_format.usage([piece.part.usage], 1)
+            told["usage"] = openai_fields.usage([piece.part.usage], 1)
         if "role" in content.get("delta", ()):  # the first event, before any token
             if "usage" in told:
                 told["usage"] |= {"completion_tokens": 0, "total_tokens": told["usage"]["prompt_tokens"]}
             if piece.part.prompt_token_ids:
                 told["prompt_token_ids"] = list(piece.part.prompt_token_ids)
-        return openai_format.event({**self._head, **told})
+        return openai_fields.event({**self._head, **told})
 
     def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
         most = self._request.num_top_logprobs()
         if most is None:
             return None
         if isinstance(self._request, ChatRequest):
-            return openai_format.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
+            return openai_fields.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
         most = len(self._request.logprob_token_ids or ()) or most
         from_prompt = self._request.echo and not at
         as_ids = self._request.return_tokens_as_token_ids
-        return openai_format.completion_logprobs(parts, most, at, from_prompt, as_ids)
+        return openai_fields.completion_logprobs(parts, most, at, from_prompt, as_ids)
 
 
 async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
