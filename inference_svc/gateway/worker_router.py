@@ -31,6 +31,8 @@ _MAX_PREFIXES = 100_000
 _MAX_LOAD_DIFFERENCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
 _CALL_SECONDS = 60.0
+# In gRPC's own texts for a call that took too long.
+_GRPC_DEADLINE = "Deadline Exceeded"
 # Notices a worker as soon as it is up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
 # loads for 20 s.
 RECONNECT = (
@@ -103,7 +105,7 @@ class Worker:
         found, code = from_rpc(error), error.code().name
         if isinstance(found, Cancelled):  # by the worker: a client that goes away cancels the task of this call
             return Unavailable("the worker cancelled the request; try again")
-        if not str(found).startswith(code):
+        if not str(found).startswith(code) and _GRPC_DEADLINE not in str(found):
             return found
         log.warning("a call to a worker failed", worker=self.target, error=str(found))
         if isinstance(found, DeadlineExceeded):

@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PREVIOUS, PREVIOUS_COMMIT = "v0.1.0", "675eaf6dfeaaca829ab9578a6a0f87c431f59e0b"
 PACKAGES = ("", "clients/python", "kernels")
 START_SECONDS = 180
+# Clients that read the old gateway's address just before have connected by then; 0.1.0 closes its port at once.
+_CONNECT_SECONDS = 2.0
 TEXT = "Chapter {}: the harbour was quiet that morning, and the boats lay still beside the quay. "
 PROMPTS = tuple(TEXT.format(number) * 10 for number in range(8))
 
@@ -81,6 +83,7 @@ class MixedNode:
         if process == "gateway":
             old = self._processes.pop("gateway")
             self._start_gateway(release)  # clients change before the old one ends
+            time.sleep(_CONNECT_SECONDS)
             _end(old)
             return
         self._stop(process)

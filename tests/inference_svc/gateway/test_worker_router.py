@@ -133,3 +133,12 @@ async def test_a_request_that_its_worker_cancelled_is_sent_to_another() -> None:
     finally:
         await router.close()
         await server.stop(None)
+
+
+@pytest.mark.parametrize("details", ["Deadline Exceeded", "Stream removed (Deadline Exceeded)"])
+async def test_a_deadline_of_the_call_is_told_in_the_gateways_words(details: str) -> None:
+    router = WorkerRouter(["127.0.0.1:1"])
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, metadata, metadata, details=details)
+    assert "--request-seconds" in str(router.workers[0].error_of(error))
+    await router.close()
