@@ -282,7 +282,9 @@ class RemoteTier:
             await self.backend.put_if_absent(self.key_schema.tenant_epoch_key(root), new_epoch(deletion=False))
 
     async def create_deletions_epoch(self) -> None:
-        """Create the deletions epoch if there is none, so that a loss of data changes it. Raises RemoteFailed."""
+        """Create the deletions epoch, a random value, if the backend has none.
+
+        After the backend has lost its data, nodes therefore see another value. Raises RemoteFailed."""
         async with self._guarded(self.writes, _WRITE_SECONDS):
             await self.backend.put_if_absent(self.key_schema.deletions_epoch_key, new_epoch(deletion=False))
 

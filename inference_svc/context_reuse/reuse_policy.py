@@ -21,7 +21,7 @@ class RecomputeSetting:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """Chunker, and conditions and recompute of relocated chunks.
+    """The chunker, when relocated chunks are reused, and how many of their tokens are recomputed.
 
     ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's is
     used. ``enabled`` applies to requests that do not set their own; with ``unverified``, reuse needs no verdict.

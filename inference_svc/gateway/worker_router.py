@@ -2,7 +2,7 @@
 
 The worker that last processed the longest prefix of the prompt gets it, unless its load is too high; then the least
 busy worker does. Workers of a node share the cache daemon, so a wrong choice costs a load of chunks and never a
-prefill. ``fleet.fleet_router`` does the same for the nodes of a fleet.
+prefill. ``fleet.fleet_router`` routes to the nodes of a fleet.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class LoadCostModel:
         self._last_was_slow = False
 
     def record_load(self, tokens: int, seconds: float) -> None:
-        """Record a load. A retry after a bypass replaces the averages.
+        """Record a load.
+
+        A load that was tried although the model advised against it replaces the average that it measures.
 
         A load that is slower than prefill counts only if the load before it was slow, too, because a single slow load
         may be an outlier of a disk.

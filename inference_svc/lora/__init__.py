@@ -1,5 +1,5 @@
 """LoRA adapters: PEFT folders, checked weights, and low-rank products.
 
-Imports only ``models.linear`` and ``models.meta_model`` of this package; ``adapter_dir`` and ``peft_config`` import no
-torch.
+Of ``inference_svc``, it imports only ``models.linear`` and ``models.meta_model``; ``adapter_dir`` and ``peft_config``
+import no torch.
 """

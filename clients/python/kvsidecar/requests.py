@@ -240,7 +240,7 @@ def to_request(
 
 
 def speculation_of(name: str | None) -> pb.Speculation.ValueType:
-    """Return the proposer of draft tokens by name; None for the worker's setting."""
+    """Return the protocol's value for the name of a proposer of draft tokens; None selects the worker's setting."""
     if name is not None and name not in _SPECULATION:
         raise InvalidRequest(f"speculation is {name!r}; allowed are {', '.join(_SPECULATION)}", param="speculation")
     return pb.SPECULATION_UNSPECIFIED if name is None else _SPECULATION[name]

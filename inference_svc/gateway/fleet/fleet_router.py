@@ -5,8 +5,10 @@ keeps no routing state: it decides by the nodes' reports, so any number of gatew
 
 In a small fleet the gateway queries every node for its cached prefix. In a large fleet it queries only the nodes to
 which a hash ring maps the prompt's prefix hashes (Karger et al., "Consistent Hashing and Random Trees", 1997). Prompts
-with a common prefix map to the same nodes at every gateway, and so do the turns of one conversation. ``worker_router``
-does the same for the workers of one node, which share a cache.
+with a common prefix map to the same nodes at every gateway, and so do the turns of one conversation.
+
+``worker_router`` also routes by prefix and load, but among the workers of one node, which share a cache; it
+remembers which worker last processed a prefix.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class LimitExceeded(KVSidecarError):
 
 
 class FailedPrecondition(KVSidecarError):
-    """The call does not fit the server's state, or its listener."""
+    """The server's state, or the listener at which the call arrived, does not allow the call."""
 
     reason = "FAILED_PRECONDITION"
 

@@ -24,7 +24,7 @@ class CacheHints:
 
     @classmethod
     def of_kv_hints(cls, hints: KvHints) -> CacheHints:
-        """Convert an engine's envelope."""
+        """Convert the hints of a KV hint envelope, which vLLM or SGLang passes with a request."""
         return cls(retained=hints.retained, low_priority=hints.low_priority, fetch=hints.fetch)
 
     def add_to(self, request: pb.MatchRequest | pb.ReserveRequest) -> None:

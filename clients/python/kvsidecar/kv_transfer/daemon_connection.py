@@ -97,7 +97,10 @@ class DaemonConnection:
         session.finish()
 
     def release_group(self, salt: bytes, group: str) -> int:
-        """Remove the chunks that a group stored and alone used. Returns how many. Blocks; raises KVSidecarError."""
+        """Remove the chunks that one session of cache hints (``group``) stored and alone used.
+
+        Returns how many. Blocks; raises KVSidecarError.
+        """
         session = self.session
         if session is None:
             raise Unavailable("the cache daemon is not attached; its chunks stay until it evicts them")

@@ -54,7 +54,7 @@ def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., Non
 
 
 def reaching(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
-    """Add the same options to a command that connects itself: ``with reach() as stub``."""
+    """Add the daemon's address options to a command that opens the connection itself: ``with reach() as stub``."""
     own = inspect.signature(command, eval_str=True)
 
     def run(**given: Any) -> None:
