@@ -302,8 +302,20 @@ class Node:
         time.sleep(0.02)
 
     def read_log(self) -> str:
+        """Return the end of the log of all processes."""
+        return self._whole_log()[-4000:]
+
+    def wait_for_log(self, text: str, seconds: float = 20.0) -> list[str]:
+        """Return the log lines with a text, as soon as there are any: a gateway logs after the last byte of an answer."""
+        deadline = time.monotonic() + seconds
+        while not (found := [line for line in self._whole_log().splitlines() if text in line]):
+            assert time.monotonic() < deadline, (text, self.read_log())
+            time.sleep(0.02)
+        return found
+
+    def _whole_log(self) -> str:
         self.log.flush()
-        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
 def _wait_gone(handle: int, seconds: float) -> None:

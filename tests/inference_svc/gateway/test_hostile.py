@@ -37,8 +37,7 @@ def test_a_client_of_grpc_is_told_that_it_asks_an_http_address(two: Node) -> Non
         assert isinstance(done.exception, FailedPrecondition)
     finally:
         own.close()
-    lines = [line for line in two.read_log().splitlines() if "Invalid HTTP request received" in line and line[0] == "{"]
-    assert lines
+    lines = [line for line in two.wait_for_log("Invalid HTTP request received") if line[0] == "{"]
     assert {json.loads(line)["level"] for line in lines} == {"warning"}
 
 

@@ -102,9 +102,7 @@ def test_the_log_has_the_reason(gateway: Gateway, node: Node, stored: str) -> No
     delete_all(node)
     answer = ask(gateway, stored, explain=False)
     assert "miss" not in answer
-    deadline, lines = time.monotonic() + 20, list[str]()
-    while not lines and time.monotonic() < deadline:  # the gateway logs after its last byte
-        lines = [line for line in node.read_log().splitlines() if answer["id"] in line]
+    lines = node.wait_for_log(answer["id"])
     assert any("deleted" in line and "miss" in line for line in lines), lines
 
 

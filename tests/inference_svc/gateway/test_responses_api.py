@@ -234,7 +234,7 @@ def test_a_request_of_codex_is_answered_with_its_functions_alone(gateway: Gatewa
     assert found[-1].response.usage.input_tokens == whole
     plain = [question, call, result, patch, patched, question]
     assert count(input=plain, tools=[TOOL], **prompt).input_tokens == whole  # type: ignore[arg-type]
-    assert '"skipped_tools": "custom,namespace,web_search"' in two.read_log()
+    assert two.wait_for_log('"skipped_tools": "custom,namespace,web_search"')
     with pytest.raises(openai.BadRequestError, match="file_search"):
         ask(model="demo", input="x", tools=[TOOL, {"type": "file_search", "vector_store_ids": ["v"]}])
     with pytest.raises(openai.NotFoundError):
