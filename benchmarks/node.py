@@ -306,7 +306,7 @@ class Node:
         return self._whole_log()[-4000:]
 
     def wait_for_log(self, text: str, seconds: float = 20.0) -> list[str]:
-        """Return the log lines with a text, as soon as there are any: a gateway logs after the last byte of an answer."""
+        """Return the log lines with a text, once there are any: a gateway logs after an answer's last byte."""
         deadline = time.monotonic() + seconds
         while not (found := [line for line in self._whole_log().splitlines() if text in line]):
             assert time.monotonic() < deadline, (text, self.read_log())
