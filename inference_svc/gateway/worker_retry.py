@@ -76,7 +76,7 @@ class WorkerRetry:
             )
             parts = aiter(call)
             try:
-                yield await self._first(worker, parts)
+                yield await self._first(worker, request.model, parts)
                 async for part in parts:
                     yield part
             except StopAsyncIteration:
@@ -88,17 +88,18 @@ class WorkerRetry:
                 worker.in_flight -= 1
 
     async def _first(
-        self, worker: Worker, parts: AsyncIterator[pb.GenerateStreamResponse]
+        self, worker: Worker, model: str, parts: AsyncIterator[pb.GenerateStreamResponse]
     ) -> pb.GenerateStreamResponse:
         """Return a call's first message.
 
-        Raises Unavailable if the worker falls silent while another one is up, StopAsyncIteration without a message.
+        Raises Unavailable if the worker falls silent while another one of the model is up, StopAsyncIteration without a
+        message.
         """
         first = asyncio.ensure_future(anext(parts))
         try:
             while not (await asyncio.wait({first}, timeout=_LOOK_SECONDS))[0]:
                 silent = not worker.alive and time.monotonic() - worker.down_at > _SILENT_SECONDS
-                if silent and any(w.alive for w in self._router.workers):
+                if silent and any(w.alive and w.serves(model) for w in self._router.workers):
                     raise Unavailable("the worker does not answer")
             return first.result()
         finally:

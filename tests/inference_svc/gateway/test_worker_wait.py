@@ -33,8 +33,8 @@ SOON = 5.0
 class Worker(InferenceServiceServicer):
     """Says "abc", or goes away behind "ab". While it stands still, no call is answered."""
 
-    def __init__(self, target: Path, dies: bool = False) -> None:
-        self.target, self.dies, self.asked, self.scored = target, dies, 0, 0
+    def __init__(self, target: Path, dies: bool = False, model: str = "m") -> None:
+        self.target, self.dies, self.asked, self.scored, self.model = target, dies, 0, 0, model
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self._server: grpc.aio.Server | None = None
@@ -53,7 +53,7 @@ class Worker(InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         await self.goes_on.wait()
-        return pb.GetModelResponse(model_id="m")
+        return pb.GetModelResponse(model_id=self.model)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         return pb.GetStatsResponse()
@@ -125,12 +125,13 @@ async def test_a_stream_at_a_worker_that_stands_still_moves_to_another_one(tmp_p
         first.goes_on.set()
 
 
-async def test_a_stream_at_a_worker_that_stands_still_waits_without_another_one(tmp_path: Path) -> None:
-    worker = Worker(tmp_path / "0")
-    async with serving(worker, wait_seconds=0) as ask:
+async def test_a_stream_at_a_worker_that_stands_still_waits_without_another_one_of_its_model(tmp_path: Path) -> None:
+    worker, other = Worker(tmp_path / "0"), Worker(tmp_path / "1", model="n")
+    async with serving(worker, other, wait_seconds=0) as ask:
         worker.goes_on.clear()
         asyncio.get_running_loop().call_later(9, worker.goes_on.set)
-        assert '"text":"c"' in (await ask(stream=True)).text
+        assert '"text":"c"' in (await ask(stream=True, model="m")).text
+    assert other.asked == 0
 
 
 async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:
