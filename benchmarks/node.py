@@ -48,7 +48,7 @@ def new_interpreter(command: list[str], environment: dict[str, str], log: int) -
 
 
 # Ports below those that Linux gives to clients and to binds of port 0.
-_PORTS = range(20_000, 32_000)
+_PORTS = range(22_000, 32_000)
 
 
 def free_port() -> int:

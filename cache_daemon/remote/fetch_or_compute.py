@@ -30,7 +30,7 @@ class FetchOrCompute:
     def lookup_timeout(self, hints: FetchHints, prefill_seconds: float) -> float:
         """Return the longest time in seconds that a lookup may take."""
         usual = min(_LOOKUP_MAX_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR * self._latency.latency_seconds))
-        return min(usual, hints.timeout_seconds, prefill_seconds * _LOOKUP_SHARE or _LOOKUP_SECONDS)
+        return min(usual, hints.timeout_seconds, prefill_seconds * _LOOKUP_SHARE or usual)
 
     def wait_timeout(self, hints: FetchHints, prefill_seconds: float) -> float:
         """Return the longest time in seconds to wait for another request's fetch of the same chunks."""
