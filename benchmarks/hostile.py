@@ -92,6 +92,8 @@ def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.chaos.hostile_guest", str(shared)]
         guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) if hostile else None
         try:
+            if guest is not None and guest.stdout is not None:
+                guest.stdout.readline()  # it attacks from now on
             until, number = time.monotonic() + seconds, 0
             while time.monotonic() < until:
                 client.step(number := number + 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
+import httpx
 import hypothesis
 import pytest
 import structlog
@@ -19,6 +21,9 @@ from tests.skip_policy import SkipPolicy, allowed_skips
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
 hypothesis.settings.load_profile("kvsidecar")
 make_mkl_deterministic()  # before any test's first product
+# httpx gives up after 5 s by default; an answer takes as long as the machine is busy.
+_TIMEOUT: httpx.Timeout = inspect.signature(httpx.Client).parameters["timeout"].default
+_TIMEOUT.connect = _TIMEOUT.read = _TIMEOUT.write = _TIMEOUT.pool = 60.0
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,7 +1,7 @@
 """Hostile guest at a daemon's shared socket: all kinds of abuse at once, without a pause.
 
-``python -m benchmarks.chaos.hostile_guest SOCKET`` runs until its standard input ends, then prints the number of
-attempts and of answers of each kind as JSON.
+``python -m benchmarks.chaos.hostile_guest SOCKET`` prints a line when it begins, runs until its standard input ends,
+then prints the number of attempts and of answers of each kind as JSON.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ def run(socket: Path, over: threading.Event) -> dict[str, Any]:
 
 def main() -> None:
     over = threading.Event()
+    print("attacking", flush=True)
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     print(json.dumps(run(Path(sys.argv[1]), over)), flush=True)
 

@@ -6,6 +6,7 @@ It imports the standard library and httpx: neither the server nor torch need be 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 import httpx
 
 _START_SECONDS = 400.0
+# Between those of benchmarks.node and those that Linux gives to clients.
+_PORTS = range(32_000, 32_768)
 _ROOT = Path(__file__).parents[2]
 # The interpreter of the environment that has the server.
 _PYTHON = os.environ.get("KVSIDECAR_TEST_PYTHON", sys.executable)
@@ -39,9 +42,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         "from kvsidecar.models.model_library import ModelLibrary as L; print(L().find('smollm2') or '')"
     )
     model = "smollm2" if found else "demo"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = _free_port()
     own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
     command = [_PYTHON, "-m", "kvsidecar.cli.root_command", "serve", model, "--port", str(port)]
     command += ["--arena-bytes", "128MiB", "--store", str(folder / "store"), *flags]
@@ -56,6 +57,15 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         finally:
             process.terminate()
             process.wait(60)
+
+
+def _free_port() -> int:
+    """Return a port that no client is given before the node listens, and ``benchmarks.node.free_port`` does not."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no port is free")
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -29,10 +29,10 @@ class Gateway:
 
     def wait(self) -> None:
         """Until it has somebody to answer."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while True:
             try:
-                if httpx.get(f"{self.url}/health", timeout=1).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -48,7 +48,7 @@ class Gateway:
     def close(self) -> None:
         self.client.close()
         self.process.terminate()
-        assert self.process.wait(20) in (0, -15)
+        assert self.process.wait(60) in (0, -15)
 
 
 def of_node(node: Node, *flags: str, port: int = 0, wait: bool = True) -> Gateway:

@@ -53,8 +53,8 @@ async def test_a_client_that_never_reads_is_dropped(said: bytes) -> None:
 
 
 async def test_a_client_that_reads_slowly_is_not() -> None:
-    async with listening(send_seconds=0.5) as (port, app):
-        answer_with(app, 8 << 20)
+    async with listening(send_seconds=1.5) as (port, app):
+        answer_with(app, 16 << 20)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=65536)
         writer.write(ASK[:-2] + b"Connection: close\r\n\r\n")
         size = 0
@@ -62,7 +62,7 @@ async def test_a_client_that_reads_slowly_is_not() -> None:
             size += len(part)
             await asyncio.sleep(0.05)
         writer.close()
-        assert size > 8 << 20
+        assert size > 16 << 20
         assert refused(app, "unread") == 0
 
 

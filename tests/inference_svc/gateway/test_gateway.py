@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -181,6 +183,13 @@ def test_too_long_a_prompt_is_400_also_when_streaming(gateway: Gateway) -> None:
     assert "5000 tokens" in response.json()["error"]["message"]
 
 
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_client_that_leaves_frees_its_request(gateway: Gateway, two: Node) -> None:
     def cancelled() -> int:
         return sum(two.client(i).stats().cancelled for i in range(2))
@@ -189,17 +198,13 @@ def test_a_client_that_leaves_frees_its_request(gateway: Gateway, two: Node) -> 
     body = json.dumps({"prompt": "count", "max_tokens": 3000, "ignore_eos": True, "stream": True})
     with httpx.stream("POST", f"{gateway.url}/v1/completions", content=body) as response:
         next(response.iter_bytes())
-    deadline = time.monotonic() + 10
-    while cancelled() == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{gateway.url}/v1/completions", content=body.replace('"stream": true', '"stream": false'), timeout=1
-        )
-    while cancelled() < before + 2:
-        assert time.monotonic() < deadline + 10
-        time.sleep(0.02)
+    until(lambda: cancelled() > before)
+    whole = body.replace('"stream": true', '"stream": false').encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(whole)
+    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(head + whole)
+        until(lambda: any(two.client(i).stats().running for i in range(2)))
+    until(lambda: cancelled() >= before + 2)
 
 
 def test_metrics_and_health(gateway: Gateway) -> None:
@@ -233,10 +238,7 @@ def test_a_dead_worker_is_routed_around(gateway: Gateway, two: Node) -> None:
         )
         assert answer.usage.completion_tokens > 0
     two.start_worker(0)
-    deadline = time.monotonic() + 10
-    while httpx.get(f"{gateway.url}/health").json()["workers_up"] < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: httpx.get(f"{gateway.url}/health").json()["workers_up"] == 2)
 
 
 def test_an_api_key_is_demanded_when_set(locked: Gateway) -> None:

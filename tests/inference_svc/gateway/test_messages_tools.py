@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
+from benchmarks.node import Node
 from tests.inference_svc.gateway.conftest import Gateway
 from tests.inference_svc.gateway.messages_client import (
     GREEDY,
@@ -73,16 +73,14 @@ def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -
     assert len([kind for kind, _ in found if kind == "content_block_start"]) == 1
 
 
-# The worker keeps the tokens of an answer just after it has sent the last one.
-KEEP_SECONDS = 0.5
-
-
 @pytest.mark.parametrize("protocol", ["messages", "chat", "responses"])
-def test_a_call_that_is_sent_back_has_the_tokens_that_the_model_wrote(gateway: Gateway, protocol: str) -> None:
+def test_a_call_that_is_sent_back_has_the_tokens_that_the_model_wrote(
+    gateway: Gateway, two: Node, protocol: str
+) -> None:
     """The model writes JSON with other spaces, and in other tokens, than the template would."""
     text = {"type": "string", "minLength": 20, "maxLength": 40}
     schema = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
-    first, second = {"messages": _messages, "chat": _chat, "responses": _responses}[protocol](gateway, schema)
+    first, second = {"messages": _messages, "chat": _chat, "responses": _responses}[protocol](gateway, two, schema)
     (prompt, _, answer), (_, cached, _) = first, second
     assert answer > 20
     assert cached >= prompt + answer - 2
@@ -92,14 +90,14 @@ Counted = tuple[int, int, int]
 """Prompt tokens, cached ones, and those of the answer."""
 
 
-def _messages(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
+def _messages(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Counted]:
     asked: Any = {"model": "demo", "max_tokens": 600, "tools": [{"name": "keep", "input_schema": schema}]}
     with client_of(gateway) as client:
         forced: Any = {"type": "tool", "name": "keep"}
         first: Any = client.messages.create(messages=said("Keep a note."), tool_choice=forced, **asked)
         result = {"type": "tool_result", "tool_use_id": only_block(first).id, "content": "ok"}
         talk: Any = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-        time.sleep(KEEP_SECONDS)
+        two.settle()  # the worker keeps an answer's tokens after it has sent the last one
         second: Any = client.messages.create(messages=[*said("Keep a note."), *talk], **(asked | {"max_tokens": 1}))
     one, two = (
         (prompt_tokens(a.usage), a.usage.cache_read_input_tokens, a.usage.output_tokens) for a in (first, second)
@@ -107,14 +105,14 @@ def _messages(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
     return one, two
 
 
-def _chat(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
+def _chat(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Counted]:
     tool: Any = {"type": "function", "function": {"name": "keep", "parameters": schema}}
     asked: Any = {"model": "demo", "tools": [tool]}
     create = gateway.client.chat.completions.create
     first = create(messages=said("Keep one."), tool_choice="required", parallel_tool_calls=False, **asked)
     message = first.choices[0].message
     answer: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
-    time.sleep(KEEP_SECONDS)
+    two.settle()
     second = create(messages=[*said("Keep one."), message, answer], max_tokens=1, **asked)
     one, two = (
         (a.usage.prompt_tokens, a.usage.prompt_tokens_details.cached_tokens, a.usage.completion_tokens)
@@ -123,13 +121,13 @@ def _chat(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
     return one, two
 
 
-def _responses(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
+def _responses(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Counted]:
     tool: Any = {"type": "function", "name": "keep", "parameters": schema, "strict": True}
     asked: Any = {"model": "demo", "tools": [tool]}
     create = gateway.client.responses.create
     first = create(input="Keep this.", tool_choice={"type": "function", "name": "keep"}, **asked)
     result: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "ok"}
-    time.sleep(KEEP_SECONDS)
+    two.settle()
     second = create(input=[*said("Keep this."), *first.output, result], max_output_tokens=1, **asked)
     one, two = (
         (a.usage.input_tokens, a.usage.input_tokens_details.cached_tokens, a.usage.output_tokens)

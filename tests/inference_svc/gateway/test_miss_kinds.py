@@ -122,8 +122,7 @@ def other_namespace(asker: Asker) -> Any:
 def evicted(asker: Asker) -> Any:
     text = asker.store(new_text())
     for _ in range(DISK_TEXTS):
-        asker.ask(new_text(LONG_WORDS))
-    asker.node.settle()
+        asker.store(new_text(LONG_WORDS))
     return asker.ask(text)
 
 

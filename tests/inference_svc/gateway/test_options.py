@@ -18,6 +18,7 @@ from tests.inference_svc.gateway.conftest import Gateway
 
 TEXT = "one two three four five six seven one two three"
 LONG: dict[str, Any] = {"prompt": TEXT, "max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True}
+SALT = b"of times"
 
 
 def complete(gateway: Gateway, **options: Any) -> dict[str, Any]:
@@ -289,26 +290,26 @@ def test_grpc_has_them_too(two: Node, plain: list[str], rare: tuple[int, int]) -
     assert late.generated_tokens == 24
 
 
-def kept(node: Node) -> dict[bytes, float]:
-    """Of each chunk that the node's daemon has, how many seconds are left; infinite for those without an end."""
+def kept(node: Node) -> list[float]:
+    """How many seconds each chunk of this test has left; infinite for those without an end."""
     node.settle()
+    request = cache_pb2.ListRequest(namespace=node.client(0).model().namespace, tenant_salt=SALT, page_size=1000)
     with node.cache_channel() as channel:
-        chunks = CacheServiceStub(channel).List(cache_pb2.ListRequest(page_size=1000), timeout=60).chunks
-    return {chunk.prefix_hash: chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf for chunk in chunks}
+        chunks = CacheServiceStub(channel).List(request, timeout=60).chunks
+    return [chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf for chunk in chunks]
 
 
 def test_a_request_says_how_long_it_is_of_use(gateway: Gateway, two: Node) -> None:
     """By HTTP, by gRPC and by reading ahead, each of a text of its own."""
-    before = kept(two)
-    words = "a text that nobody has read and nobody reads again "
-    gateway.post("/v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0, cache_ttl_seconds=1000)
-    two.client(0).generate("two " + words * 9, max_tokens=2, cache_ttl_seconds=2000)
-    gateway.post("/kvsidecar/v1/warm", prompt="three " + words * 9, cache_ttl_seconds=3000)
-    ends = {key: left for key, left in kept(two).items() if key not in before}
-    assert {next(most for most in (1000, 2000, 3000) if left <= most) for left in ends.values()} == {1000, 2000, 3000}
-    gateway.post("/v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0)
-    left = min(left for key, left in kept(two).items() if key in ends)
-    assert left > 1000, "who asks for no time asks for as long as there is room"
+    words, salt = "a text that nobody has read and nobody reads again ", SALT.decode()
+    one = {"prompt": "one " + words * 9, "max_tokens": 2, "temperature": 0, "cache_salt": salt}
+    gateway.post("/v1/completions", **one, cache_ttl_seconds=1000)
+    two.client(0).generate("two " + words * 9, max_tokens=2, cache_ttl_seconds=2000, tenant_salt=SALT)
+    gateway.post("/kvsidecar/v1/warm", prompt="three " + words * 9, cache_ttl_seconds=3000, cache_salt=salt)
+    found = {next(most for most in (1000, 2000, 3000) if left <= most) for left in kept(two)}
+    assert found == {1000, 2000, 3000}
+    gateway.post("/v1/completions", **one)
+    assert min(kept(two)) > 1000, "who asks for no time asks for as long as there is room"
     for wrong in (0, 2_592_001):
         with pytest.raises(InvalidRequest, match=f"cache_ttl_seconds is {wrong}; allowed are 1 to 2592000"):
             two.client(0).generate("x", max_tokens=1, cache_ttl_seconds=wrong)

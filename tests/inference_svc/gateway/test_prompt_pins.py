@@ -69,6 +69,7 @@ def test_a_pinned_prompt_survives_floods_and_a_kill_until_it_is_unpinned(open_ga
     small.settle()
     small.kill("daemon")
     small.start_daemon()
+    small.wait_attached(0)
     flood(open_gateway, small, "first")
     assert pinned(small, "rules") == [True] * found["pinned_chunks"]
     asked = {"messages": [*messages, {"role": "user", "content": "And now?"}], "max_tokens": 1, "cache_salt": "rules"}

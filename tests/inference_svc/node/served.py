@@ -60,7 +60,7 @@ class Served:
 
     def health(self) -> dict[str, object]:
         try:
-            return dict(httpx.get(f"{self.url}/health", timeout=2).json())
+            return dict(httpx.get(f"{self.url}/health", timeout=5).json())
         except httpx.HTTPError:
             return {}
 
@@ -92,10 +92,10 @@ class Served:
 
     def ask(self) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
 
     def run(self, *arguments: str, stdin: str | None = None, columns: int = 200) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, "COLUMNS": str(columns)}
         return subprocess.run(
-            [CLI, *arguments], env=environment, capture_output=True, text=True, timeout=60, input=stdin, check=False
+            [CLI, *arguments], env=environment, capture_output=True, text=True, timeout=150, input=stdin, check=False
         )

@@ -45,20 +45,20 @@ class Stream:
 
 
 def test_readiness_fails_while_a_running_stream_and_late_requests_finish(tmp_path: Path) -> None:
-    served = Served(tmp_path, workers=1, settings={"KVSIDECAR_DRAIN_SECONDS": "60"})
+    served = Served(tmp_path, workers=1, settings={"KVSIDECAR_DRAIN_SECONDS": "150"})
     try:
         assert [httpx.get(f"{served.url}{path}").status_code for path in ("/livez", "/readyz")] == [200, 200]
-        stream = Stream(served, max_tokens=400)
+        stream = Stream(served, max_tokens=1200)
         served.process.terminate()
-        served.until(lambda: httpx.get(f"{served.url}/readyz").status_code == 503, 10)
+        served.until(lambda: httpx.get(f"{served.url}/readyz").status_code == 503)
         assert httpx.get(f"{served.url}/readyz").json()["status"] == "draining"
         assert httpx.get(f"{served.url}/livez").status_code == 200
         assert served.ask().status_code == 200, "a load balancer has not heard of it yet"
         stream.wait()
         assert stream.events[-1] == "[DONE]"
         began = time.monotonic()
-        assert served.process.wait(30) == 0
-        assert time.monotonic() - began < 20, "it waits for nothing else"
+        assert served.process.wait(60) == 0
+        assert time.monotonic() - began < 40, "it waits for nothing else"
     finally:
         served.end()
 
@@ -70,7 +70,7 @@ def test_a_stream_that_is_too_long_ends_with_one_sentence_and_counts_as_aborted(
     try:
         stream = Stream(served)
         served.process.terminate()
-        served.until(lambda: "draining" in served.text(), 10)
+        served.until(lambda: "draining" in served.text())
         if by != "time":
             served.process.terminate()
         stream.wait()
@@ -90,7 +90,7 @@ def test_a_worker_that_is_killed_while_it_drains_ends_its_streams_with_one_sente
         stream = Stream(served)  # so many choices that both workers have some
         busy = served.children(" worker ")[0]
         busy.terminate()
-        served.until(lambda: '"worker is down"' in served.text(), 30)
+        served.until(lambda: '"worker is down"' in served.text())
         time.sleep(2)  # past the refusal of new calls
         busy.kill()
         stream.wait()

@@ -100,6 +100,7 @@ def test_what_dies_is_started_again(served: Served, victim: str) -> None:
 
 
 def test_status_names_what_serves(served: Served) -> None:
+    served.until(lambda: served.run("status").returncode == 0)  # of what was started again, its supervisor may not know yet
     said = served.run("status", "--json")
     assert said.returncode == 0, said.stderr
     parts = json.loads(said.stdout)
@@ -118,7 +119,7 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
     said = served.run("stop")
     assert said.returncode == 0, said.stderr
     assert said.stdout == f"stopped kvsidecar serve (process {served.process.pid})\n"
-    reaped.join(10)
+    reaped.join(60)
     assert served.process.returncode == 0, served.text()
     assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not list((served.folder / "kvsidecar").glob("*.sock"))
@@ -160,7 +161,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> No
     assert len(processes) == 4, "the daemon's guardian and the daemon, a worker, the gateway"
     served.process.kill()
     served.process.wait()
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=90)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     served.log.close()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as again:

@@ -59,12 +59,15 @@ def test_200_requests_a_third_cancelled_leave_nothing(loaded_node: Node) -> None
         outcomes = list(pool.map(one, order))
     assert outcomes.count("cut") == 0
     assert outcomes.count("done") == 200 - len([i for i in range(200) if i % 3 == 0])
-    node.settle(60)
-    time.sleep(0.2)  # the last leases are given back without waiting for an answer
-    worker, cache = node.client().stats(), node.cache_stats()
-    assert (worker.running, worker.waiting, worker.pending_saves) == (0, 0, 0)
-    assert worker.pool_free_pages == worker.pool_pages
-    assert (cache.leases, cache.reservations) == (0, 0)
+    node.settle()
+    deadline = time.monotonic() + 60
+    while True:
+        worker, cache = node.client().stats(), node.cache_stats()
+        held = worker.running, worker.waiting, worker.pending_saves, cache.leases, cache.reservations
+        if held == (0, 0, 0, 0, 0) and worker.pool_free_pages == worker.pool_pages:
+            break  # the last leases are given back without waiting for an answer
+        assert time.monotonic() < deadline, (worker, cache)
+        time.sleep(0.02)
     assert worker.cache_failures == 0
 
 
@@ -99,7 +102,7 @@ class Request:
 
 
 def idle(engine: Engine) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while engine.load != (0, 0, 0):
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -140,7 +143,7 @@ def test_cancelling_frees_pages_at_once() -> None:
         engine.cancel(request.sequence)
         engine.cancel(request.sequence)
     for request in requests:
-        assert request.ended.wait(5)
+        assert request.ended.wait(60)
         assert request.outputs[-1].finish is FinishReason.CANCELLED
     idle(engine)
     engine.check_integrity()

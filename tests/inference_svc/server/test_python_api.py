@@ -39,7 +39,7 @@ def test_warm_then_generate_reuses(engine: Engine) -> None:
 
 def test_the_time_of_an_answer_is_its_own(engine: Engine) -> None:
     options = {"temperature": 0, "ignore_eos": True}
-    long, short = engine.generate_many([("one", options | {"max_tokens": 60}), ("two", options | {"max_tokens": 2})])
+    long, short = engine.generate_many([("one", options | {"max_tokens": 400}), ("two", options | {"max_tokens": 2})])
     assert short.total_ms < long.total_ms / 2
 
 
@@ -64,7 +64,7 @@ def test_a_batch_may_have_any_number_of_prompts() -> None:
         bad = [([5, 6, 7], many)] * 100 + [([5, 6, 7], {"temperature": 3.0})] + [([5, 6, 7], many)] * 100
         with pytest.raises(InvalidRequest, match="temperature is 3"):
             engine.generate_many(bad[60:])  # fewer than may wait
-        inner, deadline = engine._runtime.engine, time.monotonic() + 20
+        inner, deadline = engine._runtime.engine, time.monotonic() + 60
         while inner.load != (0, 0, 0):
             assert time.monotonic() < deadline, f"others go on: {inner.load}"
             time.sleep(0.01)
@@ -144,13 +144,12 @@ async def test_the_async_client_streams_and_cancels(node: Node) -> None:
         assert TEXT in await client.detokenize(await client.tokenize(TEXT))
         before = (await client.stats()).cancelled
         task = asyncio.create_task(client.generate(TEXT, max_tokens=3000, ignore_eos=True))
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(60):
+            while not (await client.stats()).running:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(200):
-            if (await client.stats()).cancelled == before + 1:
-                break
-            await asyncio.sleep(0.02)
-        else:
-            pytest.fail("the worker did not notice")
+        async with asyncio.timeout(60):
+            while (await client.stats()).cancelled != before + 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)

@@ -71,7 +71,7 @@ def test_a_load_whose_link_ends_says_that_no_daemon_answered(far: Far) -> None:
         asking.start()
         while not far.here.cache_stats().leases:  # the match is answered, and its answer on the way for 0.8 s
             time.sleep(0.01)
-        time.sleep(1.2)
+        time.sleep(1.0)
         far.link.cut()
         asking.join()
     miss = answers[0].miss

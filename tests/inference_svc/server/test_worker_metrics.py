@@ -12,7 +12,7 @@ def test_loads_are_counted_in_bytes_and_seconds_beside_the_prefill_that_they_sav
     port, ids = free_port(), [10 + i * 7 % 4000 for i in range(700)]
 
     def scraped() -> dict[str, float]:
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
         return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
 
     flags = {"metrics_port": port, "resident_sequences": 0}
