@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.node import free_port
+from inference_svc.gateway.fleet import prefix_query
 from inference_svc.gateway.fleet.fleet_app import FleetHandlers, create_app
 from inference_svc.gateway.gateway_config import GatewayConfig
 
@@ -131,6 +132,8 @@ async def fleet_of(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FleetHandlers]]:
     """A fleet's gateway in this process over listening peers, and a client of it."""
     async with AsyncExitStack() as stack:
+        patience = stack.enter_context(pytest.MonkeyPatch.context())
+        patience.setattr(prefix_query, "_TIMEOUT_SECONDS", 30)  # a busy machine's peers answer late
         for peer in peers:
             await stack.enter_async_context(peer.listening())
         named = nodes or ",".join(peer.url for peer in peers)
