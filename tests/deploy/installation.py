@@ -23,7 +23,7 @@ from tests.deploy.playing import wait_for
 ROOT = Path(__file__).parents[2]
 # As pip calls them: https://peps.python.org/pep-0517/ and pep-0660
 _BACKEND = "import sys; sys.path.insert(0, 'kernels'); import build_backend as b; b.{}(sys.argv[1])"
-_START_SECONDS = 90
+_START_SECONDS = 300
 
 
 def without_paths() -> dict[str, str]:
@@ -34,7 +34,7 @@ def without_paths() -> dict[str, str]:
 def run(*command: str, folder: Path) -> str:
     """Run a command without this process's paths; return its output."""
     done = subprocess.run(
-        command, cwd=folder, env=without_paths(), capture_output=True, text=True, timeout=150, check=False
+        command, cwd=folder, env=without_paths(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return done.stdout
@@ -150,9 +150,9 @@ def serves(environment: Path, folder: Path, runtime_dir: Path) -> str:
                 return ""
 
         assert '"completion_tokens"' in wait_for(answer, _START_SECONDS)
-        page = httpx.get(f"http://127.0.0.1:{port}/", timeout=10).text
+        page = httpx.get(f"http://127.0.0.1:{port}/", timeout=60).text
         run(kvsidecar, "stop", "--runtime-dir", str(runtime_dir), folder=folder)
-        assert node.wait(30) == 0
+        assert node.wait(90) == 0
         return page
     finally:
         node.kill()

@@ -13,6 +13,7 @@ from kvkernels.cpu.cpu_build import LIBRARIES
 
 from tests.deploy.installation import build, copy_checkout, copy_libraries, environment_with, run, serves
 
+pytestmark = pytest.mark.timeout(900)
 FACTS = """
 import importlib, pathlib, sys
 for name in ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels"):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.deploy.installation import build, copy_checkout, copy_libraries, environment_with, run, serves
 
+pytestmark = pytest.mark.timeout(900)
 PACKAGES = ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels")
 
 

@@ -27,6 +27,7 @@ from tests.deploy.installation import (
 )
 from tests.deploy.playing import wait_for
 
+pytestmark = pytest.mark.timeout(900)
 WORKER_ONLY = {"torch", "transformers", "llguidance", "safetensors", "gguf", "huggingface_hub", "fastapi", "uvicorn"}
 # Modules that need an extra, or an engine around them: of engines, of events, of encryption.
 OF_EXTRAS = ("kvsidecar.integrations.", "kvsidecar.kv_transfer.", "kvsidecar.events.", "cache_daemon.durable.xaes_gcm")
@@ -100,7 +101,7 @@ def command(environment: Path, *arguments: str) -> subprocess.CompletedProcess[s
         cwd=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -185,7 +186,7 @@ def test_a_daemon_of_the_base_serves_a_client(base: Path, tmp_path: Path) -> Non
         assert daemon.poll() is None, (tmp_path / "log").read_text()
         assert python(base, "-c", STORES, str(socket)) == "chunks 1\n"
         daemon.terminate()
-        assert daemon.wait(30) == 0
+        assert daemon.wait(90) == 0
     finally:
         daemon.kill()
         daemon.wait()

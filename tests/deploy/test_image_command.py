@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from benchmarks.node import free_port
 from tests.deploy.installation import ROOT, without_paths
 from tests.deploy.playing import wait_for
 
 
+@pytest.mark.timeout(500)
 def test_it_serves_with_empty_volumes_and_no_index(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     text = (ROOT / "deploy" / "container" / "Containerfile").read_text(encoding="utf-8")
@@ -35,7 +37,7 @@ def test_it_serves_with_empty_volumes_and_no_index(tmp_path: Path) -> None:
         return int(found.json()["usage"]["completion_tokens"]) if found.status_code == 200 else 0
 
     try:
-        assert wait_for(answered, 150) == 3
+        assert wait_for(answered, 300) == 3
         node.terminate()
         assert node.wait(60) == 0
     finally:

@@ -12,7 +12,7 @@ EXAMPLES = ROOT / "examples"
 CACHED = re.compile(r"(\d+) (?:of (\d+) prompt tokens came from the cache|prompt tokens loaded from the daemon)")
 
 
-def run(name: str, *arguments: str, seconds: float = 170) -> str:
+def run(name: str, *arguments: str, seconds: float = 400) -> str:
     """Returns what the example printed. Fails when it ends with another status than 0."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],

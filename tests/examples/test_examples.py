@@ -13,6 +13,7 @@ import yaml
 
 from tests.examples.programs import CACHED, EXAMPLES, cached, run
 
+pytestmark = pytest.mark.timeout(500)
 KUBERNETES = "1.34"
 
 

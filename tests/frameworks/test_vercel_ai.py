@@ -11,6 +11,7 @@ import pytest
 
 from tests.frameworks.served_node import Server
 
+pytestmark = pytest.mark.timeout(900)
 SOURCES = Path(__file__).parent / "vercel_ai"
 BUILT = Path(__file__).parents[2] / "build" / "clients" / "vercel_ai"
 
@@ -23,7 +24,7 @@ def script() -> Path:
         pytest.skip(f"not installed for typescript: {missing}; clients/typescript/README.md names packages")
     shutil.copytree(SOURCES, BUILT, dirs_exist_ok=True)
     command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
-    done = subprocess.run(command, cwd=BUILT, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, cwd=BUILT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return BUILT / "loop.mjs"
 

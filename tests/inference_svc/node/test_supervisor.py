@@ -174,7 +174,7 @@ def test_a_child_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:
     done = subprocess.run(
         [CLI, "serve", "demo", "--pool-bytes", "1000", "--runtime-dir", str(tmp_path), "--store", "none",
          "--arena-bytes", "1MiB", "--port", str(free_port())],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "pool_bytes is 1000" in done.stderr
