@@ -64,10 +64,10 @@ data = bytes(range(256)) * (header.payload_bytes // 256) + bytes(header.payload_
 header.checksum = keys.checksum(data)
 stub = CacheServiceStub(grpc.insecure_channel(f"unix:{sys.argv[1]}"))
 start = pb.StoreStart(descriptor=descriptor, header=header)
-stored = stub.Store(iter([pb.StoreRequest(start=start), pb.StoreRequest(data=data)]), timeout=10)
+stored = stub.Store(iter([pb.StoreRequest(start=start), pb.StoreRequest(data=data)]), timeout=60)
 request = pb.FetchRequest(namespace=keys.namespace_id(descriptor), prefix_hash=stored.prefix_hash)
-assert b"".join(part.data for part in stub.Fetch(request, timeout=10)) == data
-print("chunks", stub.Stats(pb.StatsRequest(), timeout=10).chunks)
+assert b"".join(part.data for part in stub.Fetch(request, timeout=60)) == data
+print("chunks", stub.Stats(pb.StatsRequest(), timeout=60).chunks)
 """
 
 

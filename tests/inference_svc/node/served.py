@@ -64,7 +64,7 @@ class Served:
         except httpx.HTTPError:
             return {}
 
-    def until(self, condition: object, seconds: float = 60.0) -> None:
+    def until(self, condition: object, seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():  # type: ignore[operator]
             assert self.process.poll() is None, self.text()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.inference_svc.node.served import Served
 
+pytestmark = pytest.mark.timeout(500)
 _LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
     "stream": True,

@@ -25,6 +25,8 @@ from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.node.served import CLI, Served
 
+pytestmark = pytest.mark.timeout(500)
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
