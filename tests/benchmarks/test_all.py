@@ -13,6 +13,7 @@ from kvkernels.cpu.cpu_attention import serves
 from benchmarks import all as everything
 
 
+@pytest.mark.timeout(500)
 def test_kernels_are_measured_on_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(everything, "NAMES", ("cpu_kernels",))
     monkeypatch.setattr(sys, "argv", ["all", "--quick", "--out-dir", str(tmp_path)])
