@@ -65,7 +65,8 @@ class Nursery:
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], log: int) -> Nursling:
         """A process with these arguments of its package's command line; its output goes to ``log``."""
-        request = {"arguments": list(arguments), "environment": _PATIENT_ENVIRONMENT | environment, "folder": os.getcwd()}
+        environment = _PATIENT_ENVIRONMENT | environment
+        request = {"arguments": list(arguments), "environment": environment, "folder": os.getcwd()}
         return Nursling(self, self._ask(request, [log]))
 
     def code_of(self, pid: int) -> int | None:

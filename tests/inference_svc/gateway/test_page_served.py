@@ -149,6 +149,7 @@ def test_the_daemon_counts_once_for_all_tabs_of_a_guest(two: Node, monkeypatch: 
 
 def test_guests_of_many_salts_take_no_more_memory(two: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_usage, "_COUNT_SECONDS", 60)
+
     async def look() -> int:
         counts = TenantCounts()
         async with aio_channel(two.cache_socket) as channel:

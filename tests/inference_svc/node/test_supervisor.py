@@ -102,7 +102,7 @@ def test_what_dies_is_started_again(served: Served, victim: str) -> None:
 
 
 def test_status_names_what_serves(served: Served) -> None:
-    served.until(lambda: served.run("status").returncode == 0)  # of what was started again, its supervisor may not know yet
+    served.until(lambda: served.run("status").returncode == 0)  # the supervisor may not know yet what is up again
     said = served.run("status", "--json")
     assert said.returncode == 0, said.stderr
     parts = json.loads(said.stdout)
