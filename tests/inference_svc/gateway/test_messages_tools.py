@@ -73,6 +73,10 @@ def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -
     assert len([kind for kind, _ in found if kind == "content_block_start"]) == 1
 
 
+# So long that the gateway knows its beginning again: each worker keeps the calls that it wrote itself.
+BLOCK = 30
+
+
 @pytest.mark.parametrize("protocol", ["messages", "chat", "responses"])
 def test_a_call_that_is_sent_back_has_the_tokens_that_the_model_wrote(
     gateway: Gateway, two: Node, protocol: str
@@ -94,11 +98,13 @@ def _messages(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Counte
     asked: Any = {"model": "demo", "max_tokens": 600, "tools": [{"name": "keep", "input_schema": schema}]}
     with client_of(gateway) as client:
         forced: Any = {"type": "tool", "name": "keep"}
-        first: Any = client.messages.create(messages=said("Keep a note."), tool_choice=forced, **asked)
+        first: Any = client.messages.create(messages=said("Keep a note. " * BLOCK), tool_choice=forced, **asked)
         result = {"type": "tool_result", "tool_use_id": only_block(first).id, "content": "ok"}
         talk: Any = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
         two.settle()  # the worker keeps an answer's tokens after it has sent the last one
-        second: Any = client.messages.create(messages=[*said("Keep a note."), *talk], **(asked | {"max_tokens": 1}))
+        second: Any = client.messages.create(
+            messages=[*said("Keep a note. " * BLOCK), *talk], **(asked | {"max_tokens": 1})
+        )
     one, two = (
         (prompt_tokens(a.usage), a.usage.cache_read_input_tokens, a.usage.output_tokens) for a in (first, second)
     )
@@ -109,11 +115,11 @@ def _chat(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Counted]:
     tool: Any = {"type": "function", "function": {"name": "keep", "parameters": schema}}
     asked: Any = {"model": "demo", "tools": [tool]}
     create = gateway.client.chat.completions.create
-    first = create(messages=said("Keep one."), tool_choice="required", parallel_tool_calls=False, **asked)
+    first = create(messages=said("Keep one. " * BLOCK), tool_choice="required", parallel_tool_calls=False, **asked)
     message = first.choices[0].message
     answer: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
     two.settle()
-    second = create(messages=[*said("Keep one."), message, answer], max_tokens=1, **asked)
+    second = create(messages=[*said("Keep one. " * BLOCK), message, answer], max_tokens=1, **asked)
     one, two = (
         (a.usage.prompt_tokens, a.usage.prompt_tokens_details.cached_tokens, a.usage.completion_tokens)
         for a in (first, second)
@@ -125,10 +131,10 @@ def _responses(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Count
     tool: Any = {"type": "function", "name": "keep", "parameters": schema, "strict": True}
     asked: Any = {"model": "demo", "tools": [tool]}
     create = gateway.client.responses.create
-    first = create(input="Keep this.", tool_choice={"type": "function", "name": "keep"}, **asked)
+    first = create(input="Keep this. " * BLOCK, tool_choice={"type": "function", "name": "keep"}, **asked)
     result: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "ok"}
     two.settle()
-    second = create(input=[*said("Keep this."), *first.output, result], max_output_tokens=1, **asked)
+    second = create(input=[*said("Keep this. " * BLOCK), *first.output, result], max_output_tokens=1, **asked)
     one, two = (
         (a.usage.input_tokens, a.usage.input_tokens_details.cached_tokens, a.usage.output_tokens)
         for a in (first, second)
