@@ -299,7 +299,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not serves(dtype, 64):
         report.console.print("Our kernels cannot be used on this CPU.")
         return report.write(options, "cpu_kernels", [], {"measured": False})
-    repeats = 1 if options.quick else 20
+    repeats = 5 if options.quick else 20
     with torch.inference_mode():
         out = KernelComparison(repeats, dtype, read_bandwidth(cpu), peak_arithmetic(cpu, dtype))
         attention(out)

@@ -178,7 +178,7 @@ class Node:
         if self.alive("a-daemon"):
             self.wait_attached(i)
 
-    def wait_attached(self, i: int, seconds: float = 60.0) -> None:
+    def wait_attached(self, i: int, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
         while not self.client(i).stats().cache_attached:
             self._check(f"worker-{i}", deadline)
@@ -195,8 +195,8 @@ class Node:
             return
         handle = os.pidfd_open(serving)
         process.send_signal(number)
-        process.wait(30)
-        _wait_gone(handle, 30)
+        process.wait(60)
+        _wait_gone(handle, 60)
         del self._processes[key]
 
     def crash_daemon(self) -> None:
@@ -204,7 +204,7 @@ class Node:
         serving = self.pid("daemon")
         handle = os.pidfd_open(serving)
         os.kill(serving, signal.SIGKILL)
-        _wait_gone(handle, 30)
+        _wait_gone(handle, 60)
 
     def alive(self, name: str) -> bool:
         key = "a-daemon" if name == "daemon" else name
@@ -248,7 +248,7 @@ class Node:
             response: cache_pb2.StatsResponse = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=60)
             return response
 
-    def settle(self, seconds: float = 60.0) -> None:
+    def settle(self, seconds: float = 90.0) -> None:
         """Wait until everything computed is stored and durable."""
         deadline = time.monotonic() + seconds
         while True:
