@@ -74,8 +74,6 @@ def quick_starts() -> Iterator[None]:
         package, *arguments = command
         if package not in nurseries:
             nurseries[package] = Nursery(package)
-        if package == "inference_svc":
-            environment = busy_machine.ENVIRONMENT | environment
         return nurseries[package].start(arguments, environment, log)
 
     busy_machine.prefer_loads()

@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from tests import busy_machine
-
 # What each command's own main imports when it is called.
 _IMPORTS = {
     "cache_daemon": [
@@ -114,8 +112,6 @@ class Nursling:
 def _serve(package: str, descriptor: int) -> None:
     for name in _IMPORTS[package]:
         importlib.import_module(name)
-    if package == "inference_svc":
-        busy_machine.prefer_loads()
     run = importlib.import_module(f"{package}.__main__").main
     with socket.socket(fileno=descriptor) as asking:
         while True:
