@@ -12,7 +12,6 @@ from torch import Tensor
 from inference_svc.sampling.sampling_state import SamplingState
 
 
-
 def apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) -> dict[int, GenerationFailed]:
     """Masks tokens that are not allowed, in ``scores [rows, padded vocabulary]``.
 
