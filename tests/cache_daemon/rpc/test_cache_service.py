@@ -18,7 +18,7 @@ from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -62,7 +62,7 @@ def test_a_leased_slot_survives_supersession_and_deletion(peer: Peer) -> None:
     assert bytes(peer.view(held.matches[0])) == before
     used = peer.stats().arena_used_bytes
     assert peer.release(held) == 1
-    assert peer.stats().arena_used_bytes < used
+    until(lambda: peer.stats().arena_used_bytes < used)  # once the writer, too, is done with it
 
 
 def test_release_and_abort_are_idempotent(peer: Peer) -> None:
