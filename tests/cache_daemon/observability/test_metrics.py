@@ -90,7 +90,7 @@ def test_a_taken_metrics_port_is_said_in_a_sentence(start: Callable[..., Node], 
 def health_of(node: Node, name: str = "") -> int:
     with node.cache_channel() as channel:
         request = health_pb2.HealthCheckRequest(service=name)
-        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:

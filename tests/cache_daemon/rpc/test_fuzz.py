@@ -105,7 +105,7 @@ def test_no_request_breaks_the_daemon_or_makes_others_wait(start: Callable[..., 
         status.split()[0] for status in told["statuses"] if not status.endswith("UNIMPLEMENTED")
     }, "not every method was called"
     with node.cache_channel() as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert health.status == health_pb2.HealthCheckResponse.SERVING, hint
     assert behaved.peer.stats().epoch == before, f"the daemon was started anew; {hint}"
     assert behaved.found > 0

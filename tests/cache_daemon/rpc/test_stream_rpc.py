@@ -56,7 +56,7 @@ def test_fetch_and_store_move_chunks_as_byte_streams(peer: Peer) -> None:
 def test_watching_from_a_number_that_was_never_given_is_refused(peer: Peer, after: int) -> None:
     """It was a loop without an await: the daemon answered nobody any more, not even SIGTERM."""
     request = pb.WatchRequest(epoch=peer.welcome.epoch, after_sequence=after)
-    code, text = code_of(lambda: list(peer.stub.Watch(request, timeout=5)))
+    code, text = code_of(lambda: list(peer.stub.Watch(request, timeout=30)))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert str(after) in text
     peer.put([1])
