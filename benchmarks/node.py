@@ -178,7 +178,7 @@ class Node:
         if self.alive("a-daemon"):
             self.wait_attached(i)
 
-    def wait_attached(self, i: int, seconds: float = 30.0) -> None:
+    def wait_attached(self, i: int, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
         while not self.client(i).stats().cache_attached:
             self._check(f"worker-{i}", deadline)
@@ -195,8 +195,8 @@ class Node:
             return
         handle = os.pidfd_open(serving)
         process.send_signal(number)
-        process.wait(30)
-        _wait_gone(handle, 30)
+        process.wait(60)
+        _wait_gone(handle, 60)
         del self._processes[key]
 
     def crash_daemon(self) -> None:
@@ -204,7 +204,7 @@ class Node:
         serving = self.pid("daemon")
         handle = os.pidfd_open(serving)
         os.kill(serving, signal.SIGKILL)
-        _wait_gone(handle, 30)
+        _wait_gone(handle, 60)
 
     def alive(self, name: str) -> bool:
         key = "a-daemon" if name == "daemon" else name
@@ -214,7 +214,7 @@ class Node:
         """Return the id of the serving process."""
         if name != "daemon":
             return self._processes[name].pid
-        guardian, deadline = self._processes["a-daemon"].pid, time.monotonic() + 5
+        guardian, deadline = self._processes["a-daemon"].pid, time.monotonic() + 30
         while not (children := psutil.Process(guardian).children()):
             self._check("a-daemon", deadline)  # between two polls
         return children[0].pid
@@ -248,7 +248,7 @@ class Node:
             response: cache_pb2.StatsResponse = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=60)
             return response
 
-    def settle(self, seconds: float = 30.0) -> None:
+    def settle(self, seconds: float = 90.0) -> None:
         """Wait until everything computed is stored and durable."""
         deadline = time.monotonic() + seconds
         while True:
@@ -305,7 +305,7 @@ class Node:
         """Return the end of the log of all processes."""
         return self._whole_log()[-4000:]
 
-    def wait_for_log(self, text: str, seconds: float = 20.0) -> list[str]:
+    def wait_for_log(self, text: str, seconds: float = 60.0) -> list[str]:
         """Return the log lines with a text, once there are any: a gateway logs after an answer's last byte."""
         deadline = time.monotonic() + seconds
         while not (found := [line for line in self._whole_log().splitlines() if text in line]):
