@@ -205,13 +205,15 @@ def test_tokens_are_told_to_who_asks(peer: Peer) -> None:
     assert not any(c.token_ids for c in peer.list_all())
 
 
-def test_a_page_with_tokens_is_bounded_by_them(peer: Peer) -> None:
+def test_a_page_with_tokens_is_bounded_by_them(start: Callable[..., Node]) -> None:
+    peer = Peer(start(arena_bytes="16MiB"))  # which takes all of them, whatever keeps the disk
     for n in range(17):
         peer.put([n] * 4000)
     page = peer.stub.List(pb.ListRequest(with_tokens=True))
     rest = peer.stub.List(pb.ListRequest(with_tokens=True, page_token=page.next_page_token))
     assert [len(p.chunks) for p in (page, rest)] == [16, 1]
     assert not rest.next_page_token
+    peer.close()
 
 
 def test_health_and_reflection_answer(daemon: Node) -> None:
