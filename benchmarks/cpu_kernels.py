@@ -25,7 +25,6 @@ from kvkernels.cpu.cpu_attention import PAGE, Attention, SequenceRows, num_pages
 from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
-from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
@@ -112,8 +111,8 @@ def _tensor(found: Any) -> Tensor:
     return out
 
 
-def attention(out: KernelComparison) -> None:
-    for model in MODELS:
+def attention(out: KernelComparison, models: Sequence[str]) -> None:
+    for model in models:
         for op, rows, keys in (
             ("prefill", 512, 512),
             ("append", 512, 4096),
@@ -149,7 +148,10 @@ def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int)
         ours(layer, dim**-0.5, None)
         return found
 
-    ways = [_sdpa(q, k[i : i + 1], v[i : i + 1], positions) for i in range(len(k))]
+    hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
+    mask = torch.zeros(rows, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+    repeated = mask.repeat(heads // k.shape[1], 1)
+    ways = [_sdpa(q, k[i : i + 1], v[i : i + 1], mask, repeated) for i in range(len(k))]
     name = _fastest({way: _in_turn([layer[way] for layer in ways]) for way in ways[0]})
     theirs = _in_turn([layer[name] for layer in ways])
     seen = float(positions.sum() + rows)
@@ -165,15 +167,12 @@ def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int)
     )
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Implementation]:
-    """Return torch's implementations of causal attention at the rows' positions."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, repeated: Tensor) -> dict[str, Implementation]:
+    """Return torch's implementations of causal attention; ``repeated`` is ``mask`` for each query head of a KV head."""
     (rows, heads, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
-    mask = torch.zeros(rows, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
     per_kv = heads // kv_heads
     # Query heads of a KV head as rows, so that torch reads keys once.
     packed = q.view(rows, kv_heads, per_kv, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, per_kv * rows, dim)
-    repeated = mask.repeat(per_kv, 1)
 
     def masked() -> Tensor:
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, mask, enable_gqa=True)[0].transpose(0, 1)
@@ -219,8 +218,8 @@ def _decode(out: KernelComparison, model: str, batch: int, keys: int) -> None:
     out.add("decode", f"{model}: batch {batch} k {keys}", mine, "SDPA, heads packed", torchs, 2.0 * k[0].nbytes)
 
 
-def products(out: KernelComparison) -> None:
-    for outputs, inputs in WEIGHTS:
+def products(out: KernelComparison, weights: Sequence[tuple[int, int]]) -> None:
+    for outputs, inputs in weights:
         stored = [_weight(outputs, inputs) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
         if out.dtype == torch.bfloat16:
             packed = [PackedLinear(weight, None) for weight in stored]
@@ -299,11 +298,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not serves(dtype, 64):
         report.console.print("Our kernels cannot be used on this CPU.")
         return report.write(options, "cpu_kernels", [], {"measured": False})
-    repeats = 5 if options.quick else 20
+    models, weights, repeats = (["0.5b"], WEIGHTS[:2], 3) if options.quick else ([*MODELS], WEIGHTS, 20)
     with torch.inference_mode():
         out = KernelComparison(repeats, dtype, read_bandwidth(cpu), peak_arithmetic(cpu, dtype))
-        attention(out)
-        products(out)
+        attention(out, models)
+        products(out, weights)
         moving(out)
     return report.write(options, "cpu_kernels", out.rows, {"measured": True, "dtype": str(dtype), **out.summary()})
 

@@ -11,7 +11,7 @@ from kvkernels.cpu import cpu_build
 
 from benchmarks.node import Node, Process
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
-from tests import rerun_policy, seeds
+from tests import busy_machine, rerun_policy, seeds
 from tests.nursery import Nursery
 from tests.skip_policy import SkipPolicy, allowed_skips
 
@@ -76,6 +76,7 @@ def quick_starts() -> Iterator[None]:
             nurseries[package] = Nursery(package)
         return nurseries[package].start(arguments, environment, log)
 
+    busy_machine.prefer_loads()
     before, Node.launch = Node.launch, staticmethod(launch)
     yield
     Node.launch = staticmethod(before)

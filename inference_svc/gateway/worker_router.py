@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import structlog
 from kvsidecar.client import AsyncClient
-from kvsidecar.errors import Cancelled, DeadlineExceeded, KVSidecarError, Unavailable, from_rpc
+from kvsidecar.errors import Cancelled, DeadlineExceeded, KVSidecarError, Unavailable, from_rpc, sent_error
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 log = structlog.get_logger("gateway")
@@ -31,8 +31,6 @@ _MAX_PREFIXES = 100_000
 _MAX_LOAD_DIFFERENCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
 _CALL_SECONDS = 60.0
-# In gRPC's own texts for a call that took too long.
-_GRPC_DEADLINE = "Deadline Exceeded"
 # Notices a worker as soon as it is up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
 # loads for 20 s.
 RECONNECT = (
@@ -98,21 +96,19 @@ class Worker:
             raise from_rpc(error) from error
 
     def error_of(self, error: grpc.RpcError) -> KVSidecarError:
-        """Return a failed call's error for the client.
-
-        That is the worker's own text, or a sentence for a gRPC status.
-        """
-        found, code = from_rpc(error), error.code().name
-        if isinstance(found, Cancelled):  # by the worker: a client that goes away cancels the task of this call
+        """Return a failed call's error for the client: the worker's own, or a sentence for a gRPC status."""
+        sent = sent_error(error)
+        if sent is not None and not isinstance(sent, Cancelled):
+            return sent
+        found, code = from_rpc(error), error.code()
+        if code is grpc.StatusCode.CANCELLED:  # a client that goes away cancels the task of this call
             return Unavailable("the worker cancelled the request; try again")
-        if not str(found).startswith(code) and _GRPC_DEADLINE not in str(found):
-            return found
         log.warning("a call to a worker failed", worker=self.target, error=str(found))
         if isinstance(found, DeadlineExceeded):
             return DeadlineExceeded("the answer took longer than the gateway's --request-seconds allow")
         if isinstance(found, Unavailable):
             return Unavailable("the worker went away; try again in a moment")
-        return KVSidecarError(f"the worker failed ({code}); its log says why")
+        return KVSidecarError(f"the worker failed ({code.name}); its log says why")
 
     def down(self, why: str) -> None:
         if self.alive:

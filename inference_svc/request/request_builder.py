@@ -69,11 +69,11 @@ class RequestBuilder:
         context_length: int,
         defaults: RequestDefaults = RequestDefaults(),
         adapters: Mapping[str, LoraAdapter] | None = None,
-        room: ContextLimits | None = None,
+        context_limits: ContextLimits | None = None,
     ) -> None:
-        """``adapters`` may change while requests run. ``room``: limits of the pool, for error messages."""
+        """``adapters`` may change while requests run. ``context_limits``: those of the pool, for error messages."""
         self._adapters = adapters if adapters is not None else {}
-        self._room = room or ContextLimits(context_length, context_length, 0)
+        self._context_limits = context_limits or ContextLimits(context_length, context_length, 0)
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._tokenizer, self._context = loaded, loaded.tokenizer, context_length
         self._separator, self._reuse_anywhere = defaults.document_separator, defaults.reuse_anywhere
@@ -138,7 +138,7 @@ class RequestBuilder:
         return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
 
     def _check_length(self, tokens: int) -> None:
-        self._room.check(tokens)
+        self._context_limits.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
         """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
@@ -169,7 +169,7 @@ class RequestBuilder:
                 # A cut within a word results in a few additional tokens.
                 cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
                 counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
-                self._room.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
+                self._context_limits.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
 
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
@@ -285,8 +285,8 @@ class RequestBuilder:
         most = self._max_prompt_tokens(request)
         side = request.truncation
         tokens, marks = self.checked_tokens(request.prompt, cache=request.cache, max_tokens=most, truncation=side)
-        room = self._context - len(tokens)
-        wanted = request_options.max_new_tokens(request, room)
+        free_tokens = self._context - len(tokens)
+        wanted = request_options.max_new_tokens(request, free_tokens)
         if len(request.request_id) > _MAX_ID:
             raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
         scored = request_options.logprobs("prompt_logprobs", request)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import torch
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
 from inference_svc.sampling.sampling_state import SamplingState
-
-_LEAST = float("-inf")
 
 
 def apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) -> dict[int, GenerationFailed]:
@@ -25,25 +25,25 @@ def apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) 
                 masks.append(s.grammar.mask())
                 steered.append(i)
             except GenerationFailed as error:
-                scores[i].fill_(_LEAST)
+                scores[i].fill_(-inf)
                 lost[i] = error
     if masks:
         # The masks are copied to the device as bits, an eighth of the bytes, and unpacked there.
         packed = torch.from_numpy(np.stack(masks)).to(device)
         bits = packed[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device)).bitwise_and_(1)
         for i, denied in zip(steered, (bits == 0).view(len(masks), -1), strict=True):
-            scores[i, :vocabulary].masked_fill_(denied[:vocabulary], _LEAST)
+            scores[i, :vocabulary].masked_fill_(denied[:vocabulary], -inf)
     for i, s in enumerate(samplers):
         if s.params.allowed_tokens is not None:
             kept = torch.tensor(sorted(s.params.allowed_tokens), device=device)
             values = scores[i, kept]
-            scores[i].fill_(_LEAST)
+            scores[i].fill_(-inf)
             scores[i, kept] = values
         early = [token for token in s.too_early if token < vocabulary]
         if early:
             ends = torch.tensor(early, device=device)
             values = scores[i, ends]
-            scores[i, ends] = _LEAST
+            scores[i, ends] = -inf
             if not torch.isfinite(scores[i].amax()):  # no other token is allowed: the grammar is complete
                 scores[i, ends] = values
     return lost

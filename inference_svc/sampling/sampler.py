@@ -12,6 +12,7 @@ depends only on that row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from inference_svc.sampling.sampling_state import SamplingState
 
 # Probabilities are summed in blocks of 512 tokens: sampling finds first the token's block, then the token in the block.
 _BLOCK = 512
-_LEAST = float("-inf")
 SampleResult = SampledToken | GenerationFailed
 
 
@@ -66,7 +66,7 @@ def _likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
 def likeliest_beside(logits: Tensor, tokens: Sequence[int]) -> list[int]:
     """Returns the likeliest token of each row of ``logits [rows, vocabulary]``, except the given token."""
     others = logits.to(torch.float32, copy=True)
-    others[range(len(tokens)), tokens] = _LEAST
+    others[range(len(tokens)), tokens] = -inf
     return _likeliest(others)[0]
 
 
@@ -87,7 +87,7 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     count, vocabulary = len(rows), logits.shape[1]
     chosen = logits if count == len(logits) else logits[rows]
     scores = torch.empty(count, -(-vocabulary // _BLOCK) * _BLOCK, device=logits.device)
-    scores[:, :vocabulary], scores[:, vocabulary:] = chosen, _LEAST
+    scores[:, :vocabulary], scores[:, vocabulary:] = chosen, -inf
     # The maximum of a row with NaN is NaN, so this one reduction finds all rows that are not finite.
     best = scores.amax(-1)
     sound = torch.isfinite(best).tolist()
@@ -184,7 +184,7 @@ def _weights(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> Ten
         # Tokens with the same logit as the k-th token also remain.
         least[limited] = torch.maximum(least[limited], last)
     if torch.isfinite(least).any():
-        scores.masked_fill_(scores < least[:, None], _LEAST)
+        scores.masked_fill_(scores < least[:, None], -inf)
     return torch.softmax(scores, -1)
 
 

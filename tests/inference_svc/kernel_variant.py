@@ -21,6 +21,7 @@ from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar import keys
 
 from inference_svc import Engine
+from tests import busy_machine
 from tests.inference_svc.engine.test_exactness import prompt
 
 NONE, TOKENS, ANSWER = "none", 200, 4
@@ -33,7 +34,7 @@ def start(variant: str, *arguments: str, **environment: str) -> subprocess.Popen
 
 
 def said(process: subprocess.Popen[str]) -> Any:
-    out, _ = process.communicate(timeout=180)
+    out, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     return json.loads(out.splitlines()[-1])
 
@@ -55,6 +56,7 @@ def main() -> None:
     usable = cpu_library.usable_variants()
     cpu_library.usable_variants = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
     shares = options.share_across_machines
+    busy_machine.prefer_loads()
     with Engine.from_pretrained(
         "demo", cache=options.cache, dtype=options.dtype, pool_bytes=64 << 20, resident_sequences=0,
         share_across_machines=shares, cache_timeout_ms=20_000,
@@ -63,7 +65,8 @@ def main() -> None:
 
 
 def _done(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    loaded = engine._runtime.engine.loaded
+    loaded, cache = engine._runtime.engine.loaded, engine._runtime.cache
+    assert cache is None or all(daemon.wait(60) for daemon in cache._daemons.values())
     for ids in prompts(options.write, options.count) if options.write else ():
         engine.generate(ids, max_tokens=1, temperature=0)
     engine.generate(prompt(1, 300), max_tokens=1, temperature=0, skip_cache=True)

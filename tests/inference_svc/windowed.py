@@ -100,7 +100,7 @@ def windowed(
         cache = DaemonConnector(
             {b"": link}, loaded.geometry(16), ReusePolicy(FixedChunker(CHUNK), None, None, None), 0.1, 5.0
         )
-        assert link.wait(10)
+        assert link.wait(60)
     return Windowed(Engine(loaded, pool, cache or slow or NullKVConnector(), EngineLimits(**LIMITS | limits)), cache)
 
 

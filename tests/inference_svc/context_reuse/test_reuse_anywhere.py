@@ -77,6 +77,7 @@ def test_documents_are_found_in_ten_orders_with_one_flag(tokens: int) -> None:
         assert equal >= 7, "the verdict claims 96 % of the next tokens"
 
 
+@pytest.mark.timeout(400)
 def test_an_unverified_model_is_verified_while_idle_and_requests_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model fails: reuse stays exact, and the node says why."""
     flags = {"reuse_anywhere": True, "dtype": "float32", "document_separator": "<|doc|>"}
@@ -102,9 +103,8 @@ def test_an_unverified_model_is_verified_while_idle_and_requests_choose(monkeypa
         monkeypatch.setattr(doctor, "own_runtime_dir", lambda: node.folder)
         monkeypatch.setenv("KVSIDECAR_CACHE_SOCKET", str(node.cache_socket))
         assert state.sentence in [finding.detail for finding in doctor._services()]
-        log = (node.folder / "log").read_text()
-        assert "verifies approximate reuse while the node is idle" in log
-        assert state.sentence in log
+        assert node.wait_for_log("verifies approximate reuse while the node is idle")
+        assert node.wait_for_log(state.sentence)
         node.restart_worker(0)
         after = node.client().model().reuse_anywhere
         assert after.sentence == state.sentence, "the daemon has stored the verdict"

@@ -39,7 +39,9 @@ def residents(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def engine(residents: int) -> Iterator[Engine]:
     settings: dict[str, Any] = {"threads": 1, "pool_bytes": 64 << 20, "resident_sequences": residents}
-    with Engine.from_pretrained("demo", arena_bytes="64MiB", **settings) as found:
+    with Engine.from_pretrained("demo", arena_bytes="64MiB", cache_timeout_ms=20_000, **settings) as found:
+        assert found._runtime.cache is not None
+        assert all(daemon.wait(60) for daemon in found._runtime.cache._daemons.values())
         yield found
 
 

@@ -90,16 +90,28 @@ def number(answer: Any, name: str) -> float:
     return float(text.split()[0].replace(",", ""))
 
 
+# Records the lengths of the answer's text while it comes: Playwright itself looks once a second, and may look too late.
+_RECORD_LENGTHS = """() => {
+    window.lengths = new Set();
+    const look = () => {
+        const shown = document.querySelector(".answer[aria-busy=true] .prose");
+        if (shown?.textContent) window.lengths.add(shown.textContent.length);
+    };
+    new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true});
+}"""
+
+
 def test_a_chat_comes_in_pieces_and_the_next_question_shows_what_was_reused(opened: Any) -> None:
     page = opened()
-    with_options(page, **ON_AND_ON, max_tokens=600)  # it comes for longer than Playwright looks away
+    with_options(page, **ON_AND_ON, max_tokens=600)
     expect(page.locator("#model-name")).to_have_text("demo")
+    page.evaluate(_RECORD_LENGTHS)
     page.fill("#question", LONG)
     page.press("#question", "Enter")
-    expect(page.locator(".answer[aria-busy=true] .prose")).not_to_be_empty()  # while it comes
     first = page.locator(".answer").last
     expect(first).to_have_attribute("aria-busy", "false")
     expect(page.locator("#said")).to_have_text("The answer is whole.")
+    assert page.evaluate("window.lengths.size") > 3, "the page showed the answer while it came"
     page.unroute_all()
     with_options(page, **ON_AND_ON)
     second = ask(page, "and then?")

@@ -32,7 +32,7 @@ from tests.kvsidecar.kv_transfer.caches import DIM, HEADS, LAYERS, geometry
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    with Node(workers=0, arena_bytes="32MiB", daemon_flags={"heartbeat_ms": 300}) as running:
+    with Node(workers=0, arena_bytes="32MiB") as running:
         yield running
 
 
@@ -41,7 +41,7 @@ def connected(node: Node, name: str, chunk_tokens: int) -> Iterator[tuple[Daemon
     shape = geometry(torch.float32)
     link = DaemonConnection(ServiceAddress(node.cache_socket), name, descriptor(name, shape))
     connector = DaemonConnector({b"": link}, shape, ReusePolicy(FixedChunker(chunk_tokens), None, None, None), 0.1, 5.0)
-    assert link.wait(10)
+    assert link.wait(60)
     try:
         yield connector, link
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,6 +26,8 @@ from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.sequence import SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle, small_engine
+
+Sink = Callable[[SequenceOutput], None]
 
 
 def answer(engine: object, ids: list[int], length: int = 20, **use: object) -> tuple[list[int], int]:
@@ -139,42 +144,44 @@ def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None
     engine = small_engine(2048, max_num_seqs=1)
     known = prompt(1, 300)
     answer(engine, known)
-    blocker = Request(prompt(50, 20), 60)
-    engine.submit(blocker.sequence)
-    ended: list[str] = []
 
-    def queued(name: str, ids: list[int]) -> Request:
-        request = Request(ids, 2)
-        sink = request.sequence.sink
-        request.sequence.request = replace(request.sequence.request, id=name)
+    def ends(waited: float, seed: int) -> list[str]:
+        """Which of two ends first: one that has waited for some seconds, or one that comes now and is known."""
+        reached, go_on, ended = threading.Event(), threading.Event(), list[str]()
+        blocker = Request(prompt(50 + seed, 20), 5)
 
-        def note(output: SequenceOutput) -> None:
-            if output.finish is not None:
-                ended.append(name)
+        def hold(output: SequenceOutput, sink: Sink = blocker.sequence.sink) -> None:
             sink(output)
+            reached.set()
+            assert go_on.wait(60)
 
-        request.sequence.sink = note
-        engine.submit(request.sequence)
-        return request
+        blocker.sequence.sink = hold  # the engine stands still until both are queued
+        engine.submit(blocker.sequence)
+        assert reached.wait(60)
+        now, requests = time.perf_counter(), [blocker]
+        for name, ids, arrived_at in (
+            ("unknown", prompt(60 + seed, 300), now - waited),
+            ("known", [*known, 7 + seed], now),
+        ):
+            request = Request(ids, 2)
 
-    unknown = queued("unknown", prompt(60, 300))
-    hit = queued("known", [*known, 7])
-    assert not blocker.ended.is_set()
-    for request in (blocker, unknown, hit):
-        request.tokens()
-    assert ended == ["known", "unknown"]
+            def note(output: SequenceOutput, name: str = name, sink: Sink = request.sequence.sink) -> None:
+                if output.finish is not None:
+                    ended.append(name)
+                sink(output)
+
+            request.sequence.sink = note
+            request.sequence.request = replace(request.sequence.request, arrived_at=arrived_at)
+            engine.submit(request.sequence)
+            requests.append(request)
+        go_on.set()
+        for request in requests:
+            request.tokens()
+        return ended
+
+    assert ends(0.0, 0) == ["known", "unknown"]
     # An older request counts its waiting time: 300 tokens are worth 150 ms.
-    ended.clear()
-    blocker = Request(prompt(51, 20), 100)
-    unknown_ids = prompt(61, 300)
-    engine.submit(blocker.sequence)
-    unknown = queued("unknown", unknown_ids)
-    waiting_since = unknown.sequence.request.arrived_at - 10
-    unknown.sequence.request = replace(unknown.sequence.request, arrived_at=waiting_since)
-    hit = queued("known", [*known, 8])
-    for request in (unknown, hit):
-        request.tokens()
-    assert ended == ["unknown", "known"]
+    assert ends(10.0, 1) == ["unknown", "known"]
     engine.stop()
 
 

@@ -56,7 +56,8 @@ class StoredPrefix(NullKVConnector):
             finally:
                 gate.fail()
 
-        threading.Thread(target=copy).start()
+        self.copying = threading.Thread(target=copy)
+        self.copying.start()
         return True
 
 
@@ -96,6 +97,7 @@ def test_a_hit_is_answered_as_a_miss(device: SimulatedDevice, loaded: LoadedMode
     engine.submit(request.sequence)
     assert request.tokens() == want
     assert request.sequence.usage.num_cached == TOKENS
+    cache.copying.join(60)
     assert cache.complete_at_the_end == [False], "a load is complete when its thread has waited for the device"
     idle(engine)
     engine.check_integrity()

@@ -41,8 +41,8 @@ class SlowCache(NullKVConnector):
                     return
                 pool.keys[layer].index_copy_(1, slots, self._keys[layer])
                 pool.values[layer].index_copy_(1, slots, self._values[layer])
-                gate.open(layer + 1)
                 self.opened.append(time.perf_counter())
+                gate.open(layer + 1)
 
         threading.Thread(target=copy).start()
         return True
@@ -91,7 +91,7 @@ def test_cancelling_waits_until_nobody_writes_to_the_pages() -> None:
     engine.submit(request.sequence)
     time.sleep(0.05)
     engine.cancel(request.sequence)
-    assert request.ended.wait(5)
+    assert request.ended.wait(20)
     idle(engine)
     assert len(cache.opened) == 12
     engine.check_integrity()

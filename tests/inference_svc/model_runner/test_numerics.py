@@ -36,6 +36,7 @@ def daemon() -> Iterator[Node]:
         yield running
 
 
+@pytest.mark.timeout(600)
 def test_workers_of_other_kernels_find_nothing_of_each_other_and_of_the_same_all(daemon: Node) -> None:
     one, other = VARIANTS[0], VARIANTS[-2] if len(VARIANTS) > 2 else NONE
     at = ["--cache", str(daemon.cache_socket), "--count", str(PROMPTS)]

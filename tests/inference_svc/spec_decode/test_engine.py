@@ -153,7 +153,7 @@ def test_a_draft_that_is_the_model_is_always_right(twins: Engine) -> None:
     want = ask(twins, plain)
     assert ask(twins, guessed) == want
     stats = twins.speculator.stats
-    ended_early = [one for one in guessed if one.outputs[-2].finish is FinishReason.STOP]
+    ended_early = [one for one in guessed if any(o.finish is FinishReason.STOP for o in one.outputs)]
     refused = sum(
         s.sequence.speculation.num_draft_tokens - s.sequence.speculation.num_accepted_tokens
         for s in guessed
@@ -255,16 +255,18 @@ def test_nothing_refused_is_ever_stored() -> None:
     flags = {"speculate": "ngram", "dtype": "float32"}
     with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
         ids, answers = repetitive(9), []
-        for turn in range(3):
+        for turn in range(20):
             answer = node.client().generate(ids, max_tokens=40, temperature=0, ignore_eos=True)
             ids = ids + answer.token_ids + prompt(700 + turn, 10)
             answers.append(answer)
             node.settle()  # until an answer is stored, only its prompt is shared
-        assert sum(a.accepted_tokens for a in answers) > 0
-        assert sum(a.draft_tokens - a.accepted_tokens for a in answers) > 0
+            accepted, drafted = (sum(getattr(a, f"{kind}_tokens") for a in answers) for kind in ("accepted", "draft"))
+            if turn > 1 and 0 < accepted < drafted:  # what a busy machine measures leaves guesses to later turns
+                break
+        assert 0 < accepted < drafted
         assert answers[-1].cached_tokens >= len(ids) - 64
         stats = node.client().stats()
-        assert stats.accepted_tokens == sum(a.accepted_tokens for a in answers)
+        assert stats.accepted_tokens == accepted
         assert stats.accepted_at[0] <= stats.drafts
         seen = [node.client().generate(ids, max_tokens=2, temperature=0, logprobs=20)]
         node.restart_worker(0)

@@ -22,12 +22,12 @@ from tests.inference_svc.engine.test_exactness import prompt
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Node]:
     """Two workers, of which the second has nothing in its pool that the first computed."""
-    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags={"heartbeat_ms": 100}) as node:
+    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags={"heartbeat_ms": 1000}) as node:
         yield node
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not (found := holds()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
@@ -67,7 +67,7 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
 
     monkeypatch.setattr("kvsidecar.kv_transfer.daemon_connection.map_summary", refuse)
     link = DaemonConnection(ServiceAddress(pair.cache_socket), "blind", descriptor())
-    assert link.wait(5)
+    assert link.wait(30)
     session = link.session
     assert session is not None
     assert session.may_contain(link.namespace, prompt(80, 20))

@@ -18,7 +18,10 @@ def runtime() -> str | None:
     return found if os.path.isabs(found) else None
 
 
-pytestmark = pytest.mark.skipif(runtime() is None, reason="no g++ with an address sanitizer")
+pytestmark = [
+    pytest.mark.skipif(runtime() is None, reason="no g++ with an address sanitizer"),
+    pytest.mark.timeout(600),  # the sanitizer takes minutes
+]
 
 
 def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +32,7 @@ def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=1",
     }
     command = [sys.executable, "-m", "tests.kvkernels.emulated.sanitized", str(library), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
 
 
 def test_kernels_stay_inside_their_memory() -> None:

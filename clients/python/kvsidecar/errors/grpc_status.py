@@ -174,9 +174,8 @@ def _for_grpc(place: str) -> str:
     )
 
 
-def from_rpc(error: grpc.RpcError) -> KVSidecarError:
-    """Return the error of a failed call to any server."""
-    code, text = error.code(), error.details() or ""
+def sent_error(error: grpc.RpcError) -> KVSidecarError | None:
+    """Return the error that the server ended the call with; None if gRPC ended it."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == _DETAILS_KEY:
@@ -185,6 +184,14 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
                 info = error_details_pb2.ErrorInfo()
                 if detail.Unpack(info) and info.reason in _BY_REASON:
                     return _BY_REASON[info.reason](status.message, param=info.metadata.get("param", ""))
+    return None
+
+
+def from_rpc(error: grpc.RpcError) -> KVSidecarError:
+    """Return the error of a failed call to any server."""
+    if (sent := sent_error(error)) is not None:
+        return sent
+    code, text = error.code(), error.details() or ""
     if not_grpc := _HTTP_1_THERE.fullmatch(text):
         return FailedPrecondition(_for_grpc(not_grpc[1]))
     if absent := _NOTHING_LISTENS.fullmatch(text):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -128,14 +129,21 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_nothing_that_is_taken_fo
     converted = tmp_path / "kvsidecar" / "models" / "converted"
     flags = {"cache_socket": "none", "stream": "full_stream", "dtype": "float32"}
     node = Node(str(model[0]), workers=0, pool_bytes="64MiB", worker_flags=flags)
+
+    def begun() -> bool:
+        with suppress(FileNotFoundError):  # it was renamed just now
+            return any(file.stat().st_size for file in converted.glob(f".partial-*/{WEIGHTS}"))
+        return False
+
     try:
-        node.start_worker(0, wait=False)
-        while not any(file.stat().st_size for file in converted.glob(f".partial-*/{WEIGHTS}")):
-            assert node.alive("worker-0")
-            time.sleep(0.001)
-        node.kill("worker-0")
+        while not list(converted.glob(".partial-*")):
+            shutil.rmtree(converted, ignore_errors=True)  # it was whole before the signal came
+            node.start_worker(0, wait=False)
+            while not begun() and not list(converted.glob("[!.]*")):
+                assert node.alive("worker-0")
+                time.sleep(0.001)
+            node.kill("worker-0")
         assert not list(converted.glob("[!.]*")), "not there before it is whole"
-        assert list(converted.glob(".partial-*"))
         node.start_worker(0)
         assert node.client().stats().streaming.mode == "full_stream"
         assert len(node.client().generate([5, 6, 7], max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -188,9 +189,14 @@ def test_released_slots_are_poisoned_at_once() -> None:
 
 
 def test_closing_ends_whoever_waits() -> None:
-    disk, failed = Disk(2), list[Exception]()
-    disk.open.clear()
-    staging = ReadAhead(PIECES, 2, disk.read)
+    failed = list[Exception]()
+
+    def read(piece: int, slot: int, go_on: Callable[[], bool]) -> int:
+        while go_on():
+            time.sleep(0.001)
+        return 8
+
+    staging = ReadAhead(PIECES, 2, read)
 
     def wait() -> None:
         try:
@@ -201,8 +207,7 @@ def test_closing_ends_whoever_waits() -> None:
     waiter = threading.Thread(target=wait)
     waiter.start()
     while not staging.stats.misses:
-        pass
-    threading.Timer(0.01, disk.open.set).start()
+        time.sleep(0.001)
     staging.close()
     waiter.join(30)
     assert "shutting down" in str(failed[0])

@@ -104,5 +104,6 @@ def test_a_read_that_fails_is_the_requests_own_error_and_the_worker_goes_on(stre
     finally:
         weights.write_bytes(whole)
     assert said(client, prompt(50, 40))[:2] == want[:2]
+    streamed.settle()
     stats = client.stats()
     assert (stats.running, stats.waiting) == (0, 0)
