@@ -100,8 +100,9 @@ def own_logging() -> Iterator[None]:
 def node() -> Iterator[Node]:
     """A daemon and one worker with the built-in model, 16-bit storage; shared by a module's tests.
 
-    The worker keeps nothing in its pool: what is reused comes from the daemon.
+    The worker keeps nothing in its pool: what is reused comes from the daemon. It is patient: a lookup that a busy
+    machine delays is no miss.
     """
-    flags = {"resident_sequences": 0}
+    flags = {"resident_sequences": 0, "cache_timeout_ms": 20_000}
     with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:
         yield running

@@ -47,7 +47,7 @@ class LimitedDaemon:
 
     def stats(self) -> pb.StatsResponse:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
-            return CacheServiceStub(channel).Stats(pb.StatsRequest(), timeout=10, wait_for_ready=True)
+            return CacheServiceStub(channel).Stats(pb.StatsRequest(), timeout=60, wait_for_ready=True)
 
     def kill_for_memory(self, limit: MemoryLimit) -> None:
         """Let another process of the group take memory until the kernel ends the daemon, its first choice."""

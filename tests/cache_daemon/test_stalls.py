@@ -311,16 +311,19 @@ async def test_a_sweep_of_100_000_expired_chunks_does_not_keep_the_loop(tmp_path
 
 
 async def test_64_watchers_of_10_000_events_do_not_keep_the_loop(tmp_path: Path) -> None:
-    async with opened(tmp_path) as bench:
-        watched(bench)
-        request = pb.WatchRequest(epoch=bench.store.epoch, after_sequence=4_000)
+    async def work(folder: Path) -> dict[str, float]:
+        async with opened(folder) as bench:
+            watched(bench)
+            request = pb.WatchRequest(epoch=bench.store.epoch, after_sequence=4_000)
 
-        def watch() -> int:
-            with grpc.insecure_channel(bench.address) as channel:
-                stub: Any = CacheServiceStub(channel)
-                calls = [stub.Watch(request, timeout=60) for _ in range(request_validation.MAX_WATCHERS)]
-                return sum(1 for call in calls for _ in zip(range(200), call, strict=False))
+            def watch() -> int:
+                with grpc.insecure_channel(bench.address) as channel:
+                    stub: Any = CacheServiceStub(channel)
+                    calls = [stub.Watch(request, timeout=60) for _ in range(request_validation.MAX_WATCHERS)]
+                    return sum(1 for call in calls for _ in zip(range(200), call, strict=False))
 
-        async with measured() as turns:
-            assert await asyncio.to_thread(watch) == 200 * request_validation.MAX_WATCHERS
-    assert max(turns) <= ALLOWED_MS * slowness()
+            async with measured() as turns:
+                assert await asyncio.to_thread(watch) == 200 * request_validation.MAX_WATCHERS
+        return {"watchers": max(turns)}
+
+    await quietest(tmp_path, work)

@@ -31,7 +31,8 @@ def script() -> Path:
 
 
 def test_messages_streams_calls_counts_and_errors(script: Path) -> None:
-    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB") as node:
+    patience = {"cache_timeout_ms": 20_000}
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=patience) as node:
         gateway = of_node(node)
         try:
             command = ["node", str(script), gateway.url]

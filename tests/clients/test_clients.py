@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import grpc
 import pytest
 from kvsidecar import keys
 
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
 from inference_svc.models.model_resolver import DEMO_MODEL
 from tests.clients.toolchains import BUILT, ROOT, TOOLCHAINS, Toolchain
 from tests.inference_svc.gateway.conftest import of_node
@@ -58,9 +57,7 @@ def client(request: pytest.FixtureRequest) -> Toolchain:
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +65,7 @@ def node(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     model = tmp_path_factory.mktemp("models") / "thinker"
     shutil.copytree(DEMO_MODEL, model)
     (model / "chat_template.jinja").write_text(THINKING)
-    flags = {"resident_sequences": 0, "tcp": f"127.0.0.1:{port}"}
+    flags = {"resident_sequences": 0, "tcp": f"127.0.0.1:{port}", "cache_timeout_ms": 20_000}
     with Node(str(model), arena_bytes="64MiB", pool_bytes="64MiB", durable=False, worker_flags=flags) as running:
         yield running
 

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 1000}) as running:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 5000}) as running:
         yield running
 
 

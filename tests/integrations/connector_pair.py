@@ -76,7 +76,7 @@ class Vllm:
         **roles: bool,
     ) -> None:
         settings = ConnectorSettings(
-            str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, min_load_tokens=1
+            str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=20_000, min_load_tokens=1
         )
         self.scheduler = SchedulerConnector(settings, BLOCK_TOKENS, BLOCKS, **roles)
         self.caches, self.workers, self.writes = [], list[WorkerConnector](), []
@@ -85,13 +85,13 @@ class Vllm:
             described = descriptor(name, geometry(torch.bfloat16))
             described.tensor_parallel_rank, described.tensor_parallel_size = rank, ranks
             link = DaemonConnection(ServiceAddress(node.cache_socket), f"{name}-{rank}", described)
-            assert link.wait(10)
+            assert link.wait(30)
             self.caches.append(cache)
             self.writes.append(write)
             self.workers.append(WorkerConnector(settings, cache, link, rank, BLOCK_TOKENS))
         self.scheduler.set_worker_handshakes({i: w.handshake() for i, w in enumerate(self.workers)})
         self.links = [rank.connection for rank in self.scheduler._ranks]
-        assert all(link.wait(10) for link in self.links)
+        assert all(link.wait(30) for link in self.links)
 
     def close(self) -> None:
         self.scheduler.close()
@@ -99,7 +99,7 @@ class Vllm:
             worker.close()
 
     def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while True:
             tokens, later = self.scheduler.get_num_new_matched_tokens(request, local)
             if tokens is not None:
@@ -132,7 +132,7 @@ class Vllm:
         """Until all ranks have said so."""
         for worker in self.workers:
             gone, came = set[str](), set[str]()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while not (gone >= sent and came >= received):
                 assert time.monotonic() < deadline, f"sent {gone}, received {came}"
                 more = worker.get_finished()
@@ -168,7 +168,7 @@ def start(stack: ExitStack, node: Node, name: str, **options: Any) -> Vllm:
 
 
 def until_no_lease(node: Node) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while node.cache_stats().leases:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -197,7 +197,7 @@ def test_a_load_that_breaks_off_names_its_blocks(node: Node, engines: ExitStack)
 
 
 def test_without_a_daemon_there_are_misses_and_nothing_waits(engines: ExitStack) -> None:
-    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 1000}) as short:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 5000}) as short:
         one = start(engines, short, "away")
         one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
         short.kill("daemon")

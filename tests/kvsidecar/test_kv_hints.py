@@ -71,10 +71,10 @@ def test_a_malformed_directive_ignores_its_action(directive: Any) -> None:
 
 
 def test_huge_envelopes_cost_little() -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     found = read_kv_hints(envelope(*[action("kv.retain", {"directives": [{"priority": 1}] * 100_000})] * 10_000))
     assert (found.num_applied, found.num_ignored) == (0, 10_000)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 _JSON = st.recursive(

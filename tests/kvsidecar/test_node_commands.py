@@ -54,7 +54,7 @@ def test_a_daemon_alone_is_seen_and_stopped(folder: Path) -> None:
     reaped = threading.Thread(target=daemon.wait)
     reaped.start()
     done = command("stop", "--runtime-dir", str(folder))
-    reaped.join(10)
+    reaped.join(60)
     assert done.stdout == f"stopped kvsidecar daemon (process {daemon.pid})\n"
     assert (done.returncode, daemon.returncode) == (0, 0)
     daemon.stdout.close()

@@ -112,7 +112,7 @@ def test_sighup_reads_the_tenants_again(
         assert whoami(b"", timeout=10) == b"bob"
         tenants_file.write_text(tenants_file.read_text().replace("[tenant.bob]", "[tenant.robert]"))
         process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while whoami(b"", timeout=10) != b"robert":
             assert time.monotonic() < deadline
 

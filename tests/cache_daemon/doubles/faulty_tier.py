@@ -59,7 +59,7 @@ class FaultyTier:
     def let_go(self) -> None:
         self._gate.set()
 
-    def wait_until_held(self, timeout: float = 10.0) -> bool:
+    def wait_until_held(self, timeout: float = 60.0) -> bool:
         """Whether a call has come to the closed gate in time."""
         return self._arrived.wait(timeout)
 

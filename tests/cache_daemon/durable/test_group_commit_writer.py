@@ -50,7 +50,7 @@ class Desk:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline, "it never happened"
         await asyncio.sleep(0.005)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,23 +139,23 @@ def test_readers_beside_a_writer_see_their_chunk_or_none(tier: LmdbTier) -> None
     """Pages are used again all the time here, and compacted away; nobody ever reads another chunk's bytes."""
     puts = [chunk([i], payload=bytes([i]) * 9_000) for i in range(40)]
     stop = threading.Event()
-    seen: list[set[ReadResult]] = []
+    seen: list[set[ReadResult]] = [set() for _ in range(3)]
 
-    def watch() -> None:
-        found: set[ReadResult] = set()
+    def watch(found: set[ReadResult]) -> None:
         while not stop.is_set():
             found.update(read(tier, *puts))
-        seen.append(found)
 
-    threads = [threading.Thread(target=watch) for _ in range(3)]
+    threads = [threading.Thread(target=watch, args=(found,)) for found in seen]
     for thread in threads:
         thread.start()
-    for round_ in range(60):
+    round_, deadline = 0, time.monotonic() + 60
+    while round_ < 60 or (min(map(len, seen)) < 2 and time.monotonic() < deadline):  # as long as one has seen nothing
         tier.apply(
             WriteGroup(remove=tuple(key_of(p) for p in puts[round_ % 4 :: 4]), put=tuple(puts[(round_ + 2) % 4 :: 4]))
         )
         if round_ % 20 == 19:
             tier.compact()
+        round_ += 1
     stop.set()
     for thread in threads:
         thread.join()

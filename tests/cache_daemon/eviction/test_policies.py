@@ -175,12 +175,12 @@ def test_finds_a_victim_at_once_among_many_parents(new_policy: NewPolicy) -> Non
             policy.make_unevictable(parent)
 
     def seconds() -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(100):
             assert next(policy.victims()) is items[-1]
-        return (time.perf_counter() - began) / 100
+        return (time.thread_time() - began) / 100
 
-    assert min(seconds() for _ in range(5)) < 100e-6, "looking for one took longer than 100 µs"
+    assert min(seconds() for _ in range(5)) < 1e-3, "looking for one took longer than 1 ms; past all parents, it is 10"
 
 
 def test_the_default_is_known_by_its_name() -> None:

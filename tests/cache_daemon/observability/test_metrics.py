@@ -90,7 +90,7 @@ def test_a_taken_metrics_port_is_said_in_a_sentence(start: Callable[..., Node], 
 def health_of(node: Node, name: str = "") -> int:
     with node.cache_channel() as channel:
         request = health_pb2.HealthCheckRequest(service=name)
-        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -174,8 +174,8 @@ def test_a_full_disk_shows_in_health_and_stats_and_the_daemon_goes_on(
     assert stats.failed_writes > 0
     assert peer.read([0, 1] * 100) == 200, "what is in memory is served"
     (small_disk / "other").unlink()
-    assert until(lambda: health_of(node, DURABLE) == SERVING, 20), "it is tried again without being asked"
-    assert until(lambda: unsaved <= durable_of(peer), 20), "what waited is written"
+    assert until(lambda: health_of(node, DURABLE) == SERVING, 60), "it is tried again without being asked"
+    assert until(lambda: unsaved <= durable_of(peer), 60), "what waited is written"
     assert peer.stats().durable_failing == ""
     peer.close()
 

@@ -84,7 +84,7 @@ class FleetNode:
         await self.sent()
 
     async def sent(self) -> None:
-        await asyncio.wait_for(self.remote.settle(), 10)
+        await asyncio.wait_for(self.remote.settle(), 60)
 
 
 @asynccontextmanager
@@ -107,7 +107,7 @@ async def node(
         yield FleetNode(bench, tier)
 
 
-async def until(done: Callable[[], bool], seconds: float = 10.0) -> float:
+async def until(done: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait until a condition holds. Returns the seconds that it took."""
     began = time.monotonic()
     while not done():

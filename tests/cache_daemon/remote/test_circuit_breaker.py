@@ -173,16 +173,17 @@ async def test_work_that_is_cancelled_by_itself_has_failed_and_its_caller_goes_o
 
 
 async def test_who_goes_away_takes_all_of_it_along() -> None:
-    ended = list[int]()
+    begun, ended = list[int](), list[int]()
 
     async def work(lane: int) -> None:
+        begun.append(lane)
         try:
             await asyncio.sleep(60)
         finally:
             ended.append(lane)
 
     asking = asyncio.create_task(HedgedReads(2).first_result(work, 0.01))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(begun) == 2)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking

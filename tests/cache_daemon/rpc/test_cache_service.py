@@ -18,7 +18,7 @@ from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -62,7 +62,7 @@ def test_a_leased_slot_survives_supersession_and_deletion(peer: Peer) -> None:
     assert bytes(peer.view(held.matches[0])) == before
     used = peer.stats().arena_used_bytes
     assert peer.release(held) == 1
-    assert peer.stats().arena_used_bytes < used
+    until(lambda: peer.stats().arena_used_bytes < used)  # once the writer, too, is done with it
 
 
 def test_release_and_abort_are_idempotent(peer: Peer) -> None:
@@ -205,13 +205,15 @@ def test_tokens_are_told_to_who_asks(peer: Peer) -> None:
     assert not any(c.token_ids for c in peer.list_all())
 
 
-def test_a_page_with_tokens_is_bounded_by_them(peer: Peer) -> None:
+def test_a_page_with_tokens_is_bounded_by_them(start: Callable[..., Node]) -> None:
+    peer = Peer(start(arena_bytes="16MiB"))  # which takes all of them, whatever keeps the disk
     for n in range(17):
         peer.put([n] * 4000)
     page = peer.stub.List(pb.ListRequest(with_tokens=True))
     rest = peer.stub.List(pb.ListRequest(with_tokens=True, page_token=page.next_page_token))
     assert [len(p.chunks) for p in (page, rest)] == [16, 1]
     assert not rest.next_page_token
+    peer.close()
 
 
 def test_health_and_reflection_answer(daemon: Node) -> None:
@@ -332,7 +334,7 @@ def test_a_chunk_without_its_parent_is_not_stored(peer: Peer) -> None:
 def test_malformed_protobuf_and_oversized_messages_are_refused(daemon: Node, peer: Peer) -> None:
     with daemon.cache_channel() as channel:
         raw = channel.unary_unary("/kvsidecar.cache.v1.CacheService/Match")
-        code, _ = code_of(lambda: raw(b"\xff\xff\xff not protobuf", timeout=5))
+        code, _ = code_of(lambda: raw(b"\xff\xff\xff not protobuf", timeout=30))
         assert code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN)
         code, _ = code_of(lambda: raw(b"\0" * (65 << 20), timeout=30))
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED

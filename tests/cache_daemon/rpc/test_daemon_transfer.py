@@ -41,6 +41,7 @@ def test_what_was_pushed_is_there_and_is_not_pushed_again(start: Start) -> None:
     assert other.read(FIRST, salt=b"another") == 0, "a tenant is named, or is not meant"
     assert "pushed 0 chunks (0 B)" in (again := cache("push", name, "--to", there.cache_socket, of=here))
     assert again.strip().endswith("3 were there")
+    there.settle()
     there.restart_daemon()
     assert Peer(there).read(FIRST + SECOND) == 8, "it is durable"
 

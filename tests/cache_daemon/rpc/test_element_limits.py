@@ -52,9 +52,12 @@ def test_too_many_members_are_refused_before_they_are_decoded(name: str) -> None
     kind, member, named = AMPLIFYING[name]
     body = member * (8 * MEBIBYTE)
     decode = RequestDecoder(kind)
-    began = time.thread_time()
-    request = decode(body)
-    assert time.thread_time() - began < 0.05
+    took = []
+    for _ in range(3):  # a collection of garbage may come into one
+        began = time.thread_time()
+        request = decode(body)
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.05
     assert isinstance(request, UndecodableRequest)
     assert named in str(request.error)
 
@@ -65,10 +68,13 @@ def test_packed_numbers_are_counted() -> None:
     assert pieces(longest)
     with pytest.raises(InvalidRequest, match="the number of token_ids is at least 1048577"):
         pieces(longest + field(3, b"\x01"))
-    began = time.thread_time()
-    with pytest.raises(InvalidRequest, match="the number of token_ids"):
-        pieces(field(3, bytes(16 * MEBIBYTE)))
-    assert time.thread_time() - began < 0.05
+    took, many = [], field(3, bytes(16 * MEBIBYTE))
+    for _ in range(3):
+        began = time.thread_time()
+        with pytest.raises(InvalidRequest, match="the number of token_ids"):
+            pieces(many)
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.05
 
 
 def test_a_member_that_would_hold_a_whole_message_is_refused() -> None:

@@ -19,6 +19,7 @@ from kvsidecar.net.channel import ServiceAddress
 from benchmarks.node import Node
 from cache_daemon.rpc.request_validation import MESSAGE_BYTES
 from tests.cache_daemon.conftest import GEOMETRY, Peer, code_of, descriptor, payload_of
+from tests.cache_daemon.rpc.test_cache_service import until
 from tests.cache_daemon.store.test_chunk_store import SLOT
 from tests.cache_daemon.stores import opened
 
@@ -120,9 +121,10 @@ def test_guests_together_reserve_no_more_than_one_session_has(start: Callable[..
         assert set(outcomes[granted:]) == {pb.RESERVE_OUTCOME_STAGING_FULL}
         peer = Peer(node)
         assert peer.put(IDS), "who maps its memory has its own"
-        peer.close()
         links[0].close()
         links[1].close()
+        until(lambda: peer.stats().sessions == 1)
+        peer.close()
         again = DaemonConnection(ServiceAddress(tmp_path / "shared.sock"), "again", descriptor())
         links.append(again)
         assert again.wait(10)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -51,6 +52,20 @@ class Behaved:
             time.sleep(0.02)
 
 
+class Bystander(threading.Thread):
+    """Sleeps, and measures by how much the machine lets it sleep too long."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.over, self.late_ms = threading.Event(), 0.0
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            began = time.perf_counter()
+            time.sleep(0.005)
+            self.late_ms = max(self.late_ms, (time.perf_counter() - began - 0.005) * 1e3)
+
+
 @pytest.mark.timeout(SECONDS + 180)
 def test_no_request_breaks_the_daemon_or_makes_others_wait(start: Callable[..., Node]) -> None:
     node = start(heartbeat_ms=2000)
@@ -74,7 +89,10 @@ def test_no_request_breaks_the_daemon_or_makes_others_wait(start: Callable[..., 
                 stalls_ms.append(behaved.peer.stats().loop_stall_ms)
             return fuzzing.poll() is not None
 
+        bystander = Bystander()
+        bystander.start()
         behaved.work(over)
+        bystander.over.set()
         assert fuzzing.stdout is not None
         told = json.loads(fuzzing.stdout.read())
     print(f"\n{told['requests']} requests, seed {SEED}: {told['statuses']}")
@@ -87,13 +105,13 @@ def test_no_request_breaks_the_daemon_or_makes_others_wait(start: Callable[..., 
         status.split()[0] for status in told["statuses"] if not status.endswith("UNIMPLEMENTED")
     }, "not every method was called"
     with node.cache_channel() as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert health.status == health_pb2.HealthCheckResponse.SERVING, hint
     assert behaved.peer.stats().epoch == before, f"the daemon was started anew; {hint}"
     assert behaved.found > 0
     assert "Traceback" not in node.read_log(), hint
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (stats := behaved.peer.stats()).sessions > 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (stats.sessions, stats.leases, stats.reservations) == (1, 0, 0), hint
@@ -101,7 +119,8 @@ def test_no_request_breaks_the_daemon_or_makes_others_wait(start: Callable[..., 
     node.settle()
     stats = behaved.peer.stats()
     assert (stats.chunks, stats.arena_used_bytes, stats.pinned_bytes) == (0, 0, 0), hint
-    # On a machine that others use, the loop also waits for the processor: as long as it did beside a busy process.
-    assert max(stalls_ms) <= ALLOWED_STALL_MS + 2 * baseline_stall_ms, hint
+    # On a machine that others use, the loop also waits for the processor: as long as it did beside a busy process, or
+    # as a bystander did meanwhile.
+    assert max(stalls_ms) <= ALLOWED_STALL_MS + 2 * max(baseline_stall_ms, bystander.late_ms), hint
     assert p99(behaved.waits_ms) <= ALLOWED_STALL_MS + 3 * baseline_wait_ms, hint
     behaved.peer.close()

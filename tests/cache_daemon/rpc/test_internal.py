@@ -43,7 +43,7 @@ async def serving(folder: Path) -> AsyncIterator[grpc.aio.Channel]:
 
 async def becomes(channel: grpc.aio.Channel, service: str, status: int) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

@@ -56,7 +56,7 @@ def test_fetch_and_store_move_chunks_as_byte_streams(peer: Peer) -> None:
 def test_watching_from_a_number_that_was_never_given_is_refused(peer: Peer, after: int) -> None:
     """It was a loop without an await: the daemon answered nobody any more, not even SIGTERM."""
     request = pb.WatchRequest(epoch=peer.welcome.epoch, after_sequence=after)
-    code, text = code_of(lambda: list(peer.stub.Watch(request, timeout=5)))
+    code, text = code_of(lambda: list(peer.stub.Watch(request, timeout=30)))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert str(after) in text
     peer.put([1])
@@ -108,7 +108,9 @@ def test_a_stalled_store_gives_back_what_it_holds(peer: Peer) -> None:
     sending.put(next(storing(peer, [1, 2, 3])))
     began = time.monotonic()
     stalled = peer.stub.Store.future(iter(sending.get, None))
-    until(lambda: peer.reserve(peer.header([1, 2, 3]))[0].outcome == pb.RESERVE_OUTCOME_IN_PROGRESS)
+    asked = pb.MatchRequest(session_id=peer.session, token_ids=[1, 2, 3], explain=True)
+    until(lambda: peer.stub.Match(asked).miss.by == "writing")  # a Reserve of ours that came before would refuse it
+    assert peer.reserve(peer.header([1, 2, 3]))[0].outcome == pb.RESERVE_OUTCOME_IN_PROGRESS
     with pytest.raises(grpc.RpcError) as caught:
         stalled.result(timeout=STREAM_TIMEOUT_SECONDS + 20)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED

@@ -79,12 +79,11 @@ def test_what_was_deleted_stays_so_when_the_daemon_is_killed_at_once(start: Call
 def test_a_killed_daemon_leaves_no_memory_behind_even_if_a_hung_worker_maps_it(start: Callable[..., Node]) -> None:
     """The memory was once a file in /dev/shm; with a small /dev/shm and a hung worker, the next daemon had no room."""
     node = start()
-    before = set(Path("/dev/shm").iterdir())
     hung = Peer(node, heartbeats=False)
     hung.put([1, 2, 3])
     node.settle()
     found = hung.match([1, 2, 3])
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert "/dev/shm/" not in Path(f"/proc/{node.pid('daemon')}/maps").read_text()
     for _ in range(2):
         node.kill("daemon")
         node.start_daemon()
@@ -162,7 +161,7 @@ def test_a_truncated_store_is_mended_at_the_start_and_serves(start: Callable[...
 
 def run_daemon(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cache_daemon", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
 
 def test_a_file_that_is_no_store_stops_the_start_with_a_sentence(tmp_path: Path) -> None:

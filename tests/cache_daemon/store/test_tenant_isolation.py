@@ -212,6 +212,6 @@ def test_time_does_not_tell_what_another_tenant_has(peer: Peer) -> None:
 
 
 def test_a_fifth_of_a_millisecond_would_tell(peer: Peer) -> None:
-    """The measure itself, with so much planted."""
+    """The measure itself, with so much planted: in one of some tries, for a machine may be busy for one."""
     peer.put(THEIRS, salt=b"alice")
-    assert deviations(peer, planted_seconds=2e-4) > 4
+    assert any(deviations(peer, planted_seconds=2e-4) > 4 for _ in range(5))

@@ -86,6 +86,7 @@ def test_routers_know_every_tier(node: Node, tmp_path: Path) -> None:
         prompts = [[*range(1000 * i, 1000 * i + 512)] for i in range(70)]  # more than the arena holds
         for prompt in prompts:
             peer.put(prompt)
+            node.settle()  # others may keep the disk for longer than a commit waits
         stored = set().union(*map(names, [PROMPT, *prompts]))
         early.hear_until(lambda router: here(router, DISK) == stored and here(router, ARENA) < stored)
         demoted = next(p for p in prompts if not names(p) & here(early.router, ARENA))

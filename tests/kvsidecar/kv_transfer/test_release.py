@@ -34,7 +34,7 @@ def node() -> Iterator[Node]:
 @pytest.fixture
 def session(node: Node) -> Iterator[Session]:
     link = DaemonConnection(ServiceAddress(node.cache_socket), "reader", descriptor())
-    assert link.wait(5)
+    assert link.wait(30)
     assert link.session is not None
     yield link.session
     link.close()
@@ -119,7 +119,7 @@ def test_a_caller_names_its_lease_unless_the_name_is_taken(node: Node, session: 
     for _ in range(2):
         asked = request(session)
         asked.lease_id = b"n" * 16
-        names.append(session.stub.Match(asked, timeout=5).lease_id)
+        names.append(session.stub.Match(asked, timeout=30).lease_id)
     assert names[0] == b"n" * 16 != names[1]
     assert leases(node) == 2
     session.release(names)
@@ -130,7 +130,7 @@ def test_a_name_of_another_length_is_refused(node: Node, session: Session) -> No
     asked = request(session)
     asked.lease_id = b"n"
     with pytest.raises(grpc.RpcError, match="lease_id has 1 bytes; 16 random ones are needed") as refused:
-        session.stub.Match(asked, timeout=5)
+        session.stub.Match(asked, timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     assert leases(node) == 0
 
@@ -186,9 +186,9 @@ def test_what_an_engine_could_not_fill_is_given_up(node: Node, session: Session)
 
 
 def test_a_caller_names_its_reservations_unless_the_name_is_taken(node: Node, session: Session) -> None:
-    first = session.stub.Reserve(reserving(session, b"n" * 16), timeout=5).reservations[0]
+    first = session.stub.Reserve(reserving(session, b"n" * 16), timeout=30).reservations[0]
     again = pb.ReserveRequest(session_id=session.id, headers=[header([7, 9])], reservation_ids=[b"n" * 16])
-    second = session.stub.Reserve(again, timeout=5).reservations[0]
+    second = session.stub.Reserve(again, timeout=30).reservations[0]
     assert first.reservation_id == b"n" * 16 != second.reservation_id
     assert reservations(node) == 2
     session.abort([first.reservation_id, second.reservation_id])
@@ -206,6 +206,6 @@ def test_other_names_of_reservations_are_refused(
     node: Node, session: Session, names: list[bytes], sentence: str
 ) -> None:
     with pytest.raises(grpc.RpcError, match=sentence) as refused:
-        session.stub.Reserve(reserving(session, *names), timeout=5)
+        session.stub.Reserve(reserving(session, *names), timeout=30)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     assert reservations(node) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ class Remote:
         self.authority, port = CertificateAuthority(folder), free_port()
         server = self.authority.issue("server", hosts=("127.0.0.1",))
         self.worker = self.authority.issue("worker")
-        flags |= {"heartbeat_ms": 300, "tcp": f"127.0.0.1:{port}", "tls_cert": server.certificate}
+        flags |= {"heartbeat_ms": 1500, "tcp": f"127.0.0.1:{port}", "tls_cert": server.certificate}
         flags |= {"tls_key": server.key, "tls_client_ca": self.authority.ca}
         self.node = stack.enter_context(Node(workers=0, arena_bytes="128MiB", daemon_flags=flags))
         self.proxy = Proxy(port)
@@ -79,7 +78,7 @@ class Attached:
 
     @property
     def session(self) -> Session:
-        assert self.link.wait(10)
+        assert self.link.wait(30)
         found = self.link.session
         assert found is not None
         return found
@@ -191,19 +190,21 @@ def test_a_link_that_stands_still_is_not_waited_for(
 ) -> None:
     there = attach(remote.address(remote.proxy.port), "still")
     there.store()
-    monkeypatch.setattr(stream_transport, "_STALL_SECONDS", 0.5)
-    found, began = there.match(), time.monotonic()
-    with pytest.raises(ConnectionError, match=r"sent nothing for 0\.5 s"):  # noqa: PT012
-        for _ in found.session.read(found.lease_id, found.matches, 5.0):
-            remote.proxy.hang()
-    assert time.monotonic() - began < 10
+    found = there.match()
+    with monkeypatch.context() as hurried:
+        hurried.setattr(stream_transport, "_STALL_SECONDS", 0.5)
+        with pytest.raises(ConnectionError, match=r"sent nothing for 0\.5 s"):  # noqa: PT012
+            for _ in found.session.read(found.lease_id, found.matches, 5.0):
+                remote.proxy.hang()
     there.link.drop(found.session)
     nothing_held(remote.node)  # missed heartbeats ended the session
     remote.proxy.go_on()
     assert there.read() == len(PROMPT)
     held = there.session
-    with pytest.raises(ConnectionError, match=r"took nothing for 0\.5 s"):
-        there.store([token + 1 for token in PROMPT], filled=remote.proxy.hang)
+    with monkeypatch.context() as hurried:
+        hurried.setattr(stream_transport, "_STALL_SECONDS", 0.5)
+        with pytest.raises(ConnectionError, match=r"took nothing for 0\.5 s"):
+            there.store([token + 1 for token in PROMPT], filled=remote.proxy.hang)
     there.link.drop(held)
     nothing_held(remote.node)
     remote.proxy.go_on()
@@ -296,7 +297,7 @@ def test_a_token_opens_its_own_tenant_and_its_leases_are_nobody_elses(tmp_path: 
         names = [match.prefix_hash for match in held.matches]
         for session, said in ((held.session, "another caller's"), (alice.session, "has ended, or holds no such")):
             request = pb.FetchRequest(session_id=session.id, lease_id=held.lease_id, prefix_hashes=names)
-            code, text = code_of(lambda request=request: list(alice.session.stub.Fetch(request, timeout=5)))  # type: ignore[misc]
+            code, text = code_of(lambda request=request: list(alice.session.stub.Fetch(request, timeout=30)))  # type: ignore[misc]
             assert code == grpc.StatusCode.PERMISSION_DENIED
             assert said in text
 

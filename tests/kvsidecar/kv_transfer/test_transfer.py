@@ -38,7 +38,8 @@ CHUNK = 2 * BLOCK_TOKENS
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    with Node(workers=0, arena_bytes="4MiB", daemon_flags={"heartbeat_ms": 300}) as running:
+    # Seldom: what is copied counts for two intervals from the last answered heartbeat, and a busy machine answers late.
+    with Node(workers=0, arena_bytes="4MiB", daemon_flags={"heartbeat_ms": 20_000}) as running:
         yield running
 
 
@@ -64,13 +65,13 @@ class Engine:
         self.link = DaemonConnection(
             at if isinstance(at, ServiceAddress) else ServiceAddress(at.cache_socket), name, described, engine=engine
         )
-        assert self.link.wait(10)
+        assert self.link.wait(30)
         self.reader = ChunkReader(BlockCopier(self.cache), self.cache.geometry, 5.0)
         self.writer = ChunkWriter(BlockCopier(self.cache), self.cache.geometry, CHUNK, 5.0)
 
     @property
     def session(self) -> Session:
-        assert self.link.wait(10)
+        assert self.link.wait(30)
         found = self.link.session
         assert found is not None
         return found
@@ -139,6 +140,7 @@ def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypa
         with pytest.raises(ConnectionError, match="session ended while chunks were copied"):
             two.load([0, 1, 2, 3], TOKENS)
         monkeypatch.setattr(two.reader._copier, "unpack", unpack)
+        hung.suspect()  # a heartbeat goes at once
         until(lambda: hung.leases_valid)
         assert two.load([0, 1, 2, 3], TOKENS) == len(TOKENS)
 
@@ -237,7 +239,7 @@ def test_leases_are_given_back(node: Node) -> None:
     with engines(node, "leases") as (one, two):
         one.store([0, 1, 2, 3], TOKENS)
         two.load([0, 1, 2, 3], TOKENS)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while node.cache_stats().leases:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -296,7 +298,7 @@ def test_what_was_copied_in_a_session_that_may_have_ended_is_not_believed(node: 
 
 def test_a_daemon_that_dies_costs_misses_and_comes_back() -> None:
     with (
-        Node(workers=0, arena_bytes="4MiB", daemon_flags={"heartbeat_ms": 300}) as node,
+        Node(workers=0, arena_bytes="4MiB", daemon_flags={"heartbeat_ms": 5000}) as node,
         engines(node, "dies") as (one, two),
     ):
         one.store([0, 1, 2, 3], TOKENS)
