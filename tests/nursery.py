@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from tests import busy_machine
+
 # What each command's own main imports when it is called.
 _IMPORTS = {
     "cache_daemon": [
@@ -38,10 +40,7 @@ _MESSAGE_BYTES = 1 << 20
 # Workers compute what is slower to load, and fleets ask another node than the one that is slow to answer. What else the
 # machine does must not decide a test, so that in tests they wait.
 _PATIENT_ENVIRONMENT = {"KVSIDECAR_WORKER_CACHE_TIMEOUT_MS": "10000"}
-_PATIENT_CONSTANTS = {
-    "worker": {"inference_svc.kv_client.load_cost_model": {"_MARGIN_SECONDS": 1.0, "_MIN_TIMEOUT_SECONDS": 10.0}},
-    "gateway": {"inference_svc.gateway.fleet.prefix_query": {"_TIMEOUT_SECONDS": 10.0}},
-}
+_PATIENT = {"worker": busy_machine.prefer_loads, "gateway": busy_machine.wait_for_nodes}
 
 
 class Nursery:
@@ -149,8 +148,8 @@ def _become(run: Any, request: dict[str, Any], log: int) -> None:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        for module, constants in _PATIENT_CONSTANTS.get(next(iter(request["arguments"]), ""), {}).items():
-            vars(importlib.import_module(module)).update(constants)
+        if wait := _PATIENT.get(next(iter(request["arguments"]), "")):
+            wait()
         code = run(request["arguments"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

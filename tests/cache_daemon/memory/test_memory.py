@@ -36,7 +36,7 @@ from tests.cache_daemon.store.test_durability import run_daemon
 
 
 def open_descriptors() -> int:
-    """Of the memory of the test alone: gRPC closes those of earlier channels whenever it comes to it."""
+    """Count the descriptors of this test's memory; gRPC closes those of earlier channels at any time."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

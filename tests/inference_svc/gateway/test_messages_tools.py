@@ -73,7 +73,7 @@ def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -
     assert len([kind for kind, _ in found if kind == "content_block_start"]) == 1
 
 
-# So long that the gateway knows its beginning again: each worker keeps the calls that it wrote itself.
+# Repetitions: the gateway routes by prompts of at least 256 bytes, and each worker keeps only the calls that it wrote.
 BLOCK = 30
 
 

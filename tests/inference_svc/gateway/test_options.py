@@ -291,7 +291,7 @@ def test_grpc_has_them_too(two: Node, plain: list[str], rare: tuple[int, int]) -
 
 
 def kept(node: Node) -> list[float]:
-    """How many seconds each chunk of this test has left; infinite for those without an end."""
+    """Return the remaining TTL of each chunk of this test, in seconds; infinite without a TTL."""
     node.settle()
     request = cache_pb2.ListRequest(namespace=node.client(0).model().namespace, tenant_salt=SALT, page_size=1000)
     with node.cache_channel() as channel:
