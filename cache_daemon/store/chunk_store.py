@@ -163,10 +163,7 @@ class ChunkStore:
             self.remote.restore_note(name, value)
 
     async def close(self) -> bool:
-        """Write all queued changes and close the tiers, within 20 s.
-
-        Returns False when threads still wait for a disk.
-        """
+        """Write all queued changes and close the tiers within 20 s. False when threads still wait for a disk."""
         shutdown = Shutdown()
         await self._upkeep.stop()
         for session in self.sessions:
@@ -174,9 +171,10 @@ class ChunkStore:
         if self.remote is not None:
             await self.remote.close()
         if self._persistence is not None and self._writer is not None:
-            self._persistence.retry_all()
             with contextlib.suppress(TimeoutError):  # the last use of chunks written meanwhile is stored, too
-                await asyncio.wait_for(self.settle(), 0 if self._writer.hung else shutdown.to_settle)
+                async with asyncio.timeout(0 if self._writer.hung else shutdown.to_settle):
+                    await self._commit.wait_idle()
+                    await self._persistence.finish()
             self._lookup.apply_all_touches()
             self._persistence.write_recency()
             self.ttl.persist_changes()
@@ -340,8 +338,8 @@ class ChunkStore:
     async def settle(self) -> None:
         """Wait until all chunks that should be durable are. For tests and shutdown."""
         await self._commit.wait_idle()
-        while self._persistence is not None and not self._persistence.is_settled:
-            await self._persistence.wait_progress(0.1)
+        if self._persistence is not None:
+            await self._persistence.settle()
 
     @property
     def has_durable_tier(self) -> bool:

@@ -144,9 +144,19 @@ class Persistence:
                 else:
                     self._not_admitted[chunk] = None
 
-    def retry_all(self) -> None:
-        """Retry all failed writes a last time, before the daemon ends."""
+    async def settle(self) -> None:
+        """Wait until no write is in flight or delayed."""
+        while not self.is_settled:
+            await self.wait_progress(0.1)
+
+    async def finish(self) -> None:
+        """Wait until all writes have ended, and try those that failed once more. Call it before the daemon ends.
+
+        A write that is in flight when the daemon is told to end may fail as well, since its parent's write failed.
+        """
+        await self.settle()
         self._retry_failed(len(self._failed))
+        await self.settle()
 
     def _retry_failed(self, most: int) -> None:
         if self._is_full:
@@ -198,7 +208,7 @@ class Persistence:
         out.durable_failing = (self.failing or ("",))[0]  # read once: the outage may end before a second read
 
     async def wait_progress(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until a write ends. Returns False when none is in flight."""
+        """Wait at most ``seconds`` until a write ends. Returns False when none did."""
         self.flush_delayed()
         if not self._in_flight:
             return False

@@ -45,6 +45,19 @@ async def test_an_orderly_end_tries_once_more_what_failed() -> None:
     assert disk.stored_keys() == [key, child]
 
 
+async def test_an_orderly_end_tries_once_more_what_fails_meanwhile() -> None:
+    disk = MemoryTier()
+    async with opened(tier=disk) as bench:
+        await bench.store._upkeep.stop()
+        bench.tier.hold()
+        bench.tier.fail_applies(2)
+        key, _ = await bench.put([1])
+        assert await asyncio.to_thread(bench.tier.wait_until_held)
+        child, _ = await bench.put([2], 1, key)
+        asyncio.get_running_loop().call_later(0.2, bench.tier.let_go)
+    assert disk.stored_keys() == [key, child]
+
+
 async def test_what_the_budget_has_no_place_for_does_not_wait() -> None:
     async with opened(budget_bytes=0) as bench:
         key, _ = await bench.put([1])
