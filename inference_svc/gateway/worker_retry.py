@@ -17,7 +17,7 @@ from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait
 
 # A request moves from a worker that has been down for so long, although its connection stands: a stopped process.
-_SILENT_SECONDS, _LOOK_SECONDS = 5.0, 1.0
+_SILENT_SECONDS, _LOOK_SECONDS = 3.0, 1.0
 
 
 class WorkerRetry:

@@ -29,7 +29,11 @@ _BLOCK_BYTES, _MAX_HASHED_BYTES = 256, 256 << 10
 _MAX_PREFIXES = 100_000
 # A worker may have this many more requests than the least busy one before load outweighs its prefix.
 _MAX_LOAD_DIFFERENCE = 4
+# Prefixes that end with a message are hashed for this many messages, however short they are.
+_MAX_HASHED_MESSAGES = 64
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
+# A worker that does not answer a poll within this time is down. A busy machine may delay a healthy worker by seconds.
+_POLL_TIMEOUT_SECONDS = 4.0
 _CALL_SECONDS = 60.0
 # Notices a worker as soon as it is up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
 # loads for 20 s.
@@ -85,7 +89,9 @@ class Worker:
             self.down(error.code().name)
 
     async def _model(self) -> pb.GetModelResponse:
-        found: pb.GetModelResponse = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
+        found: pb.GetModelResponse = await self.client.stub.GetModel(
+            pb.GetModelRequest(), timeout=_POLL_TIMEOUT_SECONDS
+        )
         return found
 
     async def call(self, method: str, request: Any, timeout_seconds: float = _CALL_SECONDS) -> Any:
@@ -197,21 +203,30 @@ def _routing_key_hash(request: pb.GenerateRequest) -> list[bytes]:
 
 
 def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
-    """Return chained hashes over the prompt, one per block of bytes.
+    """Return chained hashes of prefixes of the prompt, shortest first.
 
-    Equal prefixes have equal hashes. Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
+    A prefix ends after each block of bytes, and after each of a chat's first messages. Equal prefixes have equal
+    hashes. Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
     """
-    data = b"".join(_prompt_bytes(request.prompt))[:_MAX_HASHED_BYTES]
     digest = _scoped(request.model.encode(), request.cache.tenant_salt)
-    found = []
-    for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
-        digest.update(data[at : at + _BLOCK_BYTES])
-        found.append(digest.digest()[:12])
+    is_chat = request.prompt.WhichOneof("kind") == "chat"
+    found: list[bytes] = []
+    size = 0
+    for number, part in enumerate(_prompt_bytes(request.prompt)):
+        data, at = memoryview(part)[: _MAX_HASHED_BYTES - size], 0
+        while at < len(data):
+            block = data[at : at + _BLOCK_BYTES - size % _BLOCK_BYTES]
+            digest.update(block)
+            at, size = at + len(block), size + len(block)
+            if size % _BLOCK_BYTES == 0:
+                found.append(digest.digest()[:12])
+        if is_chat and size % _BLOCK_BYTES and number < _MAX_HASHED_MESSAGES:
+            found.append(digest.digest()[:12])
     return found or [digest.digest()[:12]]
 
 
 def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
-    """Yield the prompt in parts, at least as much of it as is hashed."""
+    """Yield the prompt's tools and messages, or its only part; at least as much of it as is hashed."""
     kind, size = prompt.WhichOneof("kind"), 0
     if kind == "text":
         yield prompt.text[:_MAX_HASHED_BYTES].encode()

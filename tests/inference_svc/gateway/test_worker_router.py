@@ -106,9 +106,23 @@ def test_equal_beginnings_have_equal_blocks_within_a_model_and_a_salt(shorter: p
 
 
 def test_of_a_very_long_prompt_the_beginning_decides() -> None:
-    texts = pb.Prompt(text="x" * 3 * _MAX_HASHED_BYTES), chat(*["x" * 1000] * 2000)
-    for prompt in (*texts, pb.Prompt(token_ids=pb.TokenIds(ids=range(_MAX_HASHED_BYTES)))):
-        assert len(_prompt_prefix_hashes(pb.GenerateRequest(prompt=prompt))) == _MAX_HASHED_BYTES // 256
+    blocks, messages = _MAX_HASHED_BYTES // 256, 64
+    for prompt, expected in [
+        (pb.Prompt(text="x" * 3 * _MAX_HASHED_BYTES), blocks),
+        (pb.Prompt(token_ids=pb.TokenIds(ids=range(_MAX_HASHED_BYTES))), blocks),
+        (chat(*["x" * 1000] * 2000), blocks + messages),
+    ]:
+        assert len(_prompt_prefix_hashes(pb.GenerateRequest(prompt=prompt))) == expected
+
+
+async def test_the_next_turn_of_a_short_talk_goes_where_the_last_one_went() -> None:
+    """Its worker keeps the sampled tokens of tool calls, so that they render to the same prompt again."""
+    async with two_workers() as (router, first, second):
+        first.in_flight = 1
+        assert router.pick(pb.GenerateRequest(model="m", prompt=chat("Hi")), set()) is second
+        first.in_flight, second.in_flight = 0, 1
+        assert router.pick(pb.GenerateRequest(model="m", prompt=chat("Hello")), set()) is first
+        assert router.pick(pb.GenerateRequest(model="m", prompt=chat("Hi", "Hello.", "Who?")), set()) is second
 
 
 async def test_a_request_that_its_worker_cancelled_is_sent_to_another() -> None:
