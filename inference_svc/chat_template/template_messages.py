@@ -139,7 +139,7 @@ def template_messages(chat: pb.Chat, dialect: ToolCallFormat, written: Mapping[i
 def messages_with_described_tools(chat: pb.Chat, in_system: bool, written: Mapping[int, str]) -> list[dict[str, Any]]:
     """Convert messages for a template without support for tools.
 
-    The system message describes the tools with ``in_system``, otherwise the first message does. Raises InvalidRequest.
+    With ``in_system``, the system message describes the tools; without, the first message does. Raises InvalidRequest.
     """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     said: list[tuple[str, list[str]]] = []  # a role, and its consecutive messages
@@ -167,7 +167,7 @@ def messages_with_described_tools(chat: pb.Chat, in_system: bool, written: Mappi
 
 
 def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
-    """Order the first message and the description of tools: a system message is first, a user message second."""
+    """Order the first message and the tools' description: a system message comes first, a user message second."""
     return (first["content"], text) if first["role"] == "system" else (text, first["content"])
 
 
@@ -181,7 +181,7 @@ def _call(call: pb.ToolCall, dialect: ToolCallFormat) -> dict[str, Any]:
 
 
 def _arguments(call: pb.ToolCall) -> Any:
-    """Return arguments as an object, which templates write as JSON; as text if they are truncated."""
+    """Return the arguments as an object, which templates write as JSON. Truncated arguments are returned as text."""
     try:
         return json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -6,7 +6,7 @@ same first chunks. Only ``document`` and ``content_defined`` split the same text
 ================  ==============================================================================================
 fixed             every N tokens
 boundary          every N tokens, moved back to the last end of a sentence within a window
-document          at the client's marks only; long documents every N
+document          at the client's marks; a document that is too long is also split every N tokens
 content_defined   at the client's marks, by preference at the ends of paragraphs and chat messages, and in between
                   where the hash of the last tokens is a local maximum (local maximum chunking: Bjorner, Blass,
                   Gurevich, "Content-dependent chunking for differential compression", JCSS 2010)
@@ -39,7 +39,8 @@ _MIN_PARAGRAPH = 24
 class DocumentMarks:
     """Document structure of a request: token ids of the separator, and ends of marked segments.
 
-    ``prompt_end`` is the end of the prompt in a sequence that may have an answer after it; 0 without one.
+    ``prompt_end`` is the number of prompt tokens, because the tokens may include an answer; 0 if they are a prompt
+    only.
     """
 
     separator: tuple[int, ...] = ()
@@ -172,7 +173,7 @@ def new_chunker(
 ) -> Chunker:
     """Build the chunker of a worker's settings; ``size`` is the maximum or average number of tokens.
 
-    ``structure`` is the tokenizer's; without it, ``content_defined`` does not cut at paragraphs.
+    ``structure`` finds paragraph ends in token ids. Without it, ``content_defined`` does not cut at paragraphs.
     """
     if strategy == "fixed":
         return FixedChunker(size)
@@ -186,7 +187,7 @@ def new_chunker(
 
 
 def _marked_cuts(tokens: Sequence[int], marks: DocumentMarks, separator: tuple[int, ...]) -> set[int]:
-    """Ends of marked segments, and the starts of separators (the request's, or else ``separator``)."""
+    """Return the ends of marked segments, and the starts of separators. The request may replace ``separator``."""
     ends = {end for end in marks.segment_ends if end <= len(tokens)}
     return ends | set(_occurrences(tokens, marks.separator or separator))
 

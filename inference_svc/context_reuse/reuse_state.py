@@ -16,8 +16,8 @@ NO_DAEMON = "no cache daemon is attached"
 class ReuseState:
     """Setting, verdict and progress of a worker's approximate reuse.
 
-    ``obstacle`` is the reason if this worker cannot reuse text anywhere with any verdict. ``progress`` describes a
-    verification that runs or waits; empty without one.
+    ``obstacle`` is the reason why this worker can never reuse relocated chunks, whatever the verdict; empty if it can.
+    ``progress`` describes a running or waiting verification; empty without one.
     """
 
     policy: ReusePolicy

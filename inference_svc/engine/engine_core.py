@@ -208,7 +208,10 @@ class EngineCore:
         self._stuck = idle and oldest is None and bool(self.running)
 
     def _run_batch(self, recomputing: Sequence | None) -> bool:
-        """Plans and computes a batch, without prompts if ``recomputing`` runs a piece. False if it has no rows."""
+        """Plans and computes a batch. False if the batch has no rows.
+
+        If ``recomputing`` is a sequence, the batch has no prompt rows, because a piece of its recompute runs after it.
+        """
         ready = [
             s
             for s in self.running
@@ -293,7 +296,7 @@ class EngineCore:
             logits = collect(slices, self.compute([piece for _, piece in slices]))
             self._builder.branch_tables.check_finite(slices, logits)
         except LayerLoadFailed:
-            # The other sequences compute their rows again in the next step, because no progress is recorded yet.
+            # Nothing has recorded the progress of the other sequences yet, so the next step computes their rows again.
             for sequence in [s for s, _ in slices if s.kv.layers is not None and s.kv.layers.failed]:
                 self._compute_uncached(sequence)
             return

@@ -18,7 +18,7 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 TokenArray = NDArray[np.uint32]
-# The engine computes a shorter shared prefix again.
+# Minimum length of a shared prefix; the engine computes shorter prefixes again.
 MIN_SHARED_TOKENS = PAGE_TOKENS
 
 
@@ -42,7 +42,7 @@ class StoredPrefix:
 
     tokens: int = 0
     prefix_hash: bytes = b""
-    covered: int = 0  # matched tokens, including a partly matching last chunk
+    covered: int = 0  # stored tokens, including those of a last chunk that is longer than ``tokens``
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class PrefixCache:
         return found, longest
 
     def insert(self, entry: CachedSequence) -> None:
-        """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of it."""
+        """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of this sequence."""
         if not self._max:
             self._pool.free(entry.table)
             return
@@ -116,7 +116,7 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
 
     def drop_corrupt(self, scope: CacheScope, tokens: TokenArray) -> None:
-        """Drops entries that begin with ``tokens``. Zeroes their blocks, except blocks of other tables."""
+        """Drops entries that begin with ``tokens``. Zeroes their blocks, except blocks that other tables share."""
         for key, entry in list(self._entries.items()):
             if entry.scope == scope and common_prefix(entry.tokens, tokens) == len(tokens):
                 self._pool.zero_exclusive(entry.table)
@@ -141,7 +141,7 @@ class PrefixCache:
     def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
         """Allocates disk blocks with ``KVPool.reserve_disk``.
 
-        While the disk is full, evicts entries in the overflow. Raises OverflowFailed when none is left.
+        While the disk is full, evicts entries in the overflow. Raises OverflowFailed when no entry is left.
         """
         while True:
             try:
