@@ -328,7 +328,7 @@ class Verifier:
 
 
 class _Tail:
-    """A prompt with ``tail`` after its documents. The logits of its last ``last`` tokens (default: tail) are compared."""
+    """A prompt with ``tail`` after its documents. The logits at the positions ``at`` are compared."""
 
     def __init__(self, read: LabDocuments, tail: Sequence[int], last: int | None = None) -> None:
         self.tail = list(tail)

@@ -1,13 +1,13 @@
 """KV connector to a cache daemon: loads sequences before they run, saves finished ones.
 
-Lookups, copies and saves run on separate threads, so that no request waits for another one's work:
+Lookups, copies and saves run on separate threads, so that no request waits for another one's work. No failure
+here fails a request: the connector counts and logs the failure, and the engine computes the prompt.
 
 - A small pool of threads looks up prompts, because a Match may wait for a disk or the remote tier.
 - One thread copies found chunks, in order of arrival.
 - One thread saves, and pauses while copies run. A save is urgent, and does not pause, if a load waits for it. A load
   waits if its prompt has the same first tokens: a finished request is saved before its conversation's next turn loads.
 - Another thread sends chunks to a daemon on another host. No load waits for it; it drops saves if the network is slow.
-No failure here fails a request: the connector counts and logs the failure, and the engine computes the prompt.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class SamplingState:
         stops: Iterable[int] = (),
         logprob_tokens: tuple[int, ...] = (),
     ) -> None:
-        """``stops`` are the tokens that end the answer; see ``GenerationRequest`` for the other numbers."""
+        """``stops`` are the tokens that end the answer; ``GenerationRequest`` describes the other parameters."""
         self.params, self.logprobs, self.grammar = params, logprobs, grammar
         self.logprob_tokens = logprob_tokens
         self.drawn = 0

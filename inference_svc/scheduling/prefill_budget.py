@@ -22,7 +22,7 @@ class PrefillBudget:
     """Cost model of a step: a fixed cost and a cost per prompt row.
 
     Both are measured at the start and updated with every step. ``budget_seconds`` limits the time of a step with both
-    decoding sequences and prompts; 0 for no limit. Only the engine's thread changes it.
+    decoding sequences and prompts; 0 for no limit. Only the engine's thread changes the model.
     """
 
     def __init__(self, budget_seconds: float) -> None:

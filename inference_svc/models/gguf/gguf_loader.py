@@ -64,7 +64,7 @@ def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
 
 
 def check_codes(source: GgufSource | None, name: str, device: torch.device) -> None:
-    """Raise ConfigurationError unless the CPU kernel can multiply ``source`` with its own codes. None: not a GGUF file."""
+    """Raise ConfigurationError unless the CPU kernel can multiply a GGUF file with the file's own codes."""
     if source is None or not source.known.coded:
         raise ConfigurationError(
             f"weights is {CODES}, and {name} is no GGUF file with quantized weights; allowed are auto, 16, 8 and 4"
