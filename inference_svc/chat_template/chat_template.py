@@ -60,7 +60,7 @@ class ChatTemplate:
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
     def _template(self, with_tools: bool) -> str | None:
-        """Text of the chat template; some models have a separate one for tools."""
+        """Text of the chat template; some models have a separate template for tools."""
         template: Any = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use" if with_tools else "default") or next(iter(template.values()), None)

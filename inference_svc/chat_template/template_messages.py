@@ -1,8 +1,9 @@
 """Template messages: messages and tools in the form that chat templates expect.
 
-A template that supports tools gets them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
-``tool_calls`` of a message, arguments as an object). For other templates, the system message describes the tools, calls
-are JSON text, and results are user messages, because such templates often allow no other roles.
+For a template that supports tools, the form is that of Hugging Face's documentation: tools as ``tools=`` of
+``apply_chat_template``, calls as ``tool_calls`` of a message, arguments as an object. For any other template, the
+system message describes the tools, calls are JSON text, and results are user messages, because such templates often
+allow no other roles.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def check_chat(chat: pb.Chat) -> None:
 
 
 def template_arguments(chat: pb.Chat) -> dict[str, Any]:
-    """Parse the request's further template arguments. Raises InvalidRequest."""
+    """Parse the additional template arguments of a request. Raises InvalidRequest."""
     text, param = chat.template_arguments, "chat_template_kwargs"
     if len(text) > _MAX_ARGUMENTS_BYTES:
         raise InvalidRequest(

@@ -34,7 +34,7 @@ class ReuseState:
 
     @property
     def sentence(self) -> str:
-        """Summary in one sentence: the state, its reason, the verdict's numbers, and the flag that changes it."""
+        """Summary in one sentence: state, reason of the state, the verdict's numbers, flag that changes the state."""
         on = self.policy.enabled
         if self.obstacle:
             return f"reuse anywhere is off, because {self.obstacle}; prefixes are reused exactly"

@@ -51,7 +51,7 @@ class KVDeviation:
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
 
     def add(self, before: list[Tensor], after: list[Tensor]) -> None:
-        """Add rows ``before`` and ``after`` their computation.
+        """Add the keys and values of rows ``before`` and ``after`` recomputation.
 
         Each list has a tensor ``[kv_heads, rows, head_dim]`` for the keys and for the values of each layer.
         """

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLANK_LINE, _ENDS_LINE, _STARTS_LINE, _SPECIAL = 1, 2, 4, 8
-# Line feed in a vocabulary: plain, in byte-level BPE, as a byte token of SentencePiece.
+# Forms of a line feed in vocabularies: plain, in byte-level BPE, and as a byte token of SentencePiece.
 _LINE_FEEDS = ("\n", "Ċ", "<0x0A>")
 # Markup such as a role's name may follow a special token on the same line: at most this many tokens.
 _HEADER_TOKENS = 4

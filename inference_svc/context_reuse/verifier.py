@@ -275,7 +275,7 @@ class Verifier:
     ) -> dict[Candidate, _Divergence]:
         """Select the arms whose result further prompts can change.
 
-        A divergence is never negative, so an arm has failed as soon as its sum is too large for all ``total``
+        A divergence is never negative, so an arm has failed as soon as its sum exceeds ``max_kl`` times ``total``
         predictions. The arm without recomputation runs while any other arm may pass, for comparison.
         """
         undecided = {c for c, d in arms.items() if not d.must_fail(self._thresholds, total)}

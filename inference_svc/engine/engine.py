@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and answer together: the limit of the model or of the pool."""
+        """Maximum tokens of prompt and answer together: the lower of the limits of the model and of the pool."""
         return self.context_limits.longest
 
     @property
@@ -173,7 +173,7 @@ class Engine:
         return done.result()
 
     def end(self, reason: str) -> None:
-        """Ends the engine between two steps, as a failure of its device does."""
+        """Ends the engine between two steps, in the same way as a failure of the device."""
 
         def lose() -> None:
             raise EngineLost(reason)
@@ -334,7 +334,7 @@ class Engine:
         """Runs every kernel once, so that no kernel is compiled while a request waits. Measures step costs."""
         for count in (1, _WARM_ROWS):
             seconds = time_once(lambda count: self._run_rows(count, 0), count)
-        if self.loaded.streamed is None:  # a streamed model's step takes the time to read weights, with any rows
+        if self.loaded.streamed is None:  # reading streamed weights takes the same time for any number of rows
             self._core.prefill_budget.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
             self._core.prefill_budget.learn(_WARM_ROWS, seconds)
         for adapter in self.adapters.values():

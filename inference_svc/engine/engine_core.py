@@ -1,7 +1,7 @@
 """Engine core: one step of the engine, and the state of its sequences.
 
 A step admits waiting sequences, plans a batch, computes it and samples. An error of one sequence ends only that
-sequence: if a batch of several sequences raises, each is computed alone, and only the ones that raise again fail.
+sequence: if a batch of several sequences raises, each sequence is computed alone. Only sequences that raise again fail.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class EngineCore:
     def _run_batch(self, recomputing: Sequence | None) -> bool:
         """Plans and computes a batch. False if the batch has no rows.
 
-        If ``recomputing`` is a sequence, the batch has no prompt rows, because a piece of its recompute runs after it.
+        If ``recomputing`` is a sequence, the batch has no prompt rows: a piece of the recompute runs in the same step.
         """
         ready = [
             s
@@ -335,7 +335,7 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> None:
         """Starts to store a complete answer, and removes the sequence from the batch."""
         self._speculator.finish(sequence)
-        # Add before removing: another thread that counts sequences must find this one in one of the two.
+        # Add before removing: another thread that counts sequences must find this one in a collection.
         self.saving.add(sequence)
         self.running.remove(sequence)
         if not self._finisher.complete(sequence, self._on_saved):

@@ -158,7 +158,7 @@ class ChunkLoader:
         began: float,
         looked_up: float,
     ) -> LoadPlan:
-        """Choose the chunks of a Match answer to copy. Builds the report to the engine."""
+        """Choose the chunks of a Match answer to copy, and build the result that the engine gets after the copy."""
         sequence, pool = load.sequence, load.pool
         stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
         use = self._plan_window(sequence, pool, answer, stored)
@@ -386,7 +386,7 @@ def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredP
 
     ``matches`` begin after ``passed`` tokens. Nodes that share chunks must use the same boundaries, ``cuts``. With
     ``cuts``, the save continues after the last chunk up to which all boundaries agree. Other nodes would find neither a
-    chunk with another boundary nor the chunks after it, so these tokens are stored again.
+    chunk with another boundary nor the chunks after it, so the save stores the tokens of all these chunks again.
     """
     tokens, last, covered, shared = 0, b"", passed, True
     for n, match in enumerate(matches):

@@ -5,8 +5,8 @@ here fails a request: the connector counts and logs the failure, and the engine 
 
 - A small pool of threads looks up prompts, because a Match may wait for a disk or the remote tier.
 - One thread copies found chunks, in order of arrival.
-- One thread saves, and pauses while copies run. A save is urgent, and does not pause, if a load waits for it. A load
-  waits if its prompt has the same first tokens: a finished request is saved before its conversation's next turn loads.
+- One thread saves, and pauses while copies run. A load waits for saves of sequences with the same first tokens, so that
+  the next turn of a conversation finds the previous turn. Such a save is urgent and does not pause.
 - Another thread sends chunks to a daemon on another host. No load waits for it; it drops saves if the network is slow.
 """
 
@@ -306,7 +306,7 @@ class DaemonConnector:
         if not looked_up:
             sequence.set_miss(MISS_UNAVAILABLE)
         load.finished.wait()  # a failed copy sets the reason of the miss itself
-        self._explain(sequence, known_tokens, load.answer)  # beside the prefill
+        self._explain(sequence, known_tokens, load.answer)  # while the prefill runs
 
     def _explain_later(self, sequence: Sequence) -> None:
         if not sequence.miss.done():

@@ -14,7 +14,7 @@ from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE
 from inference_svc.sequence.sequence import Sequence
 
 MISS_REUSE_OFF = "reuse_off"
-# Text stored behind another prefix is the reason of a miss from this many tokens and this share of the missing tokens.
+# Text behind another prefix is the reason of a miss if it has this many tokens and this share of the missing tokens.
 _MIN_STORED_TOKENS, _MIN_STORED_SHARE = 32, 0.25
 _MIN_CHUNK_TOKENS = 8
 _TEXT_KINDS = (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_DIFFERS)

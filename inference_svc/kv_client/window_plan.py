@@ -1,7 +1,8 @@
 """Window plan: the tokens of a stored prefix to load with sliding windows.
 
 If all layers have a window, a sequence has blocks for about one window only, and the load moves these blocks to the end
-of the prefix. If only some layers have a window, the layers without a window also load the tokens before it.
+of the prefix. If only some layers have a window, the layers without a window also load the tokens before the
+window.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ class BlockAllocator:
         table.ranges[:] = kept
 
     def release_prefix(self, table: BlockTable, tokens: int) -> None:
-        """Frees the blocks of the first ``tokens`` tokens, which no layer will read. A multiple of WINDOW_STEP."""
+        """Frees the blocks of the first ``tokens`` tokens, which no layer will read again.
+
+        ``tokens`` is a multiple of WINDOW_STEP.
+        """
         if tokens <= table.num_released:
             return
         gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()

@@ -1,9 +1,10 @@
 """Disk overflow: a mapped file that extends the pool's tensors for long sequences.
 
-The pool stores the keys (or values) of one head slot after slot. So each head of each layer has one strip of the
-address range: first the slots in memory, then the slots in the file, which is mapped there. Attention reads both kinds
-of slots in the same way, and no answer depends on the location of its blocks. The kernel's page cache decides which
-parts of the file are in memory. Under memory pressure, including the limit of a control group, the kernel evicts parts.
+The keys (or values) of each head are contiguous in the pool, ordered by slot. So each head of each layer has one strip
+of the address range: first the slots in memory, then the slots in the file, which is mapped there. Attention reads both
+kinds of slots in the same way, and no answer depends on the location of its blocks. The kernel's page cache decides
+which parts of the file are in memory. Under memory pressure, including the limit of a control group, the kernel evicts
+parts.
 
 The file has no name, so the system removes it when the process ends. Only KV blocks in use have disk blocks.
 ``reserve_disk`` allocates disk blocks (``fallocate``) before any write, so that a full disk is an error and not a

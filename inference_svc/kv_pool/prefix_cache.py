@@ -42,7 +42,7 @@ class StoredPrefix:
 
     tokens: int = 0
     prefix_hash: bytes = b""
-    covered: int = 0  # stored tokens, including those of a last chunk that is longer than ``tokens``
+    covered: int = 0  # number of stored tokens, including a partly used chunk behind ``tokens``
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ class PrefixCache:
         return self._entries.pop(id(entry)).table
 
     def evict(self, in_overflow: bool = False) -> bool:
-        """Frees the least recently used entry in the pool or in its overflow; False if there is none."""
+        """Frees the least recently used entry, of the overflow if ``in_overflow``; False if there is no entry."""
         key = next((key for key, entry in self._entries.items() if entry.table.in_overflow == in_overflow), None)
         if key is None:
             return False

@@ -1,4 +1,4 @@
-"""Adapter weights, read for a model and checked against its layers, and their part of the cache namespace."""
+"""Adapter weights: read, checked against a model's layers, and hashed for the namespace."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _read(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
         size = (folder.path / WEIGHTS).stat().st_size
         if size > folder.max_bytes + MAX_HEADER_BYTES:
             raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
-        # Not memory-mapped: if another process truncated the file, a mapped read would kill this one (SIGBUS).
+        # Not memory-mapped: if another process truncated the file, a mapped read would kill this process.
         tensors = load((folder.path / WEIGHTS).read_bytes())
         for path in sorted(pairs):
             down, up = (tensors[key] for key in pairs[path])

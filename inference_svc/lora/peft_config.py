@@ -116,7 +116,7 @@ class PeftConfig(BaseModel):
         return any(path == name or path.endswith(f".{name}") for name in wanted)
 
     def _key(self, patterns: dict[str, Any], path: str) -> str:
-        """First pattern that matches the end of a path; empty for none."""
+        """First pattern that matches the end of a path; empty if no pattern matches."""
         return next((pattern for pattern in patterns if self._match(rf"(.*\.)?({pattern})", path)), "")
 
     def _match(self, expression: str, path: str) -> Any:

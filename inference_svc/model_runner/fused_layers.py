@@ -167,7 +167,7 @@ class FusedLayers:
         self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
     def form_of(self, i: int) -> tuple[object, ...]:
-        """Describes the computation of layer ``i``; equal for layers that differ only in their weights."""
+        """Returns a key of the computation of layer ``i``: layers that differ only in their weights have equal keys."""
         layer = self._layers[i]
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
 

@@ -2,15 +2,15 @@
 
 Workers may share chunks only if they compute the same bits. The bits depend on the variant of our kernels, the matrix
 library and its version, the CPU or GPU, the number of threads (if a library splits sums by threads), and the code that
-each of these runs. The identity does not list these causes. Instead, the probe computes one layer of each form that the
-model has, over fixed inputs, with the engine's own code, and hashes the output bits of every kernel. Workers with equal
-hashes share chunks, on any machine.
+runs in each of them. The identity does not list these causes. Instead, the probe computes one layer of each form that
+the model has, over fixed inputs, with the engine's own code, and hashes the output bits of every kernel. Workers with
+equal hashes share chunks, on any machine.
 
 A result that is rounded to 16 bits does not show the order of its summation. So the probe also computes products and
 attention over inputs in which each summand occurs with both signs. The result then consists of rounding errors only,
 which differ between any two orders. The denominator of attention's softmax shows only in results halfway between two
-adjacent numbers, so other inputs give such results. For norms no such inputs exist. The probe computes norms for so
-many elements that a different last bit of a sum changes some of the results.
+adjacent numbers, so the probe uses inputs with such results. For norms no such inputs exist. The probe computes norms
+for so many elements that a different last bit of a sum changes some of the results.
 
 The hash of a few rows represents all rows only if no bit of a row depends on its batch, so the probe checks this. If a
 row's bits depend on the batch, libraries may choose other kernels for other numbers of rows. On a GPU, no library

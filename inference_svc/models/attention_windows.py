@@ -36,7 +36,7 @@ def window_of(attention: Any) -> int | None:
 def windows_of(model: Any) -> tuple[int | None, ...]:
     """Windows of all layers; None for a layer that attends to all keys.
 
-    Empty for a model whose attention modules are not found: it is assumed to attend to all keys in all layers.
+    Empty for a model whose attention modules are not found: all its layers are assumed to attend to all keys.
     """
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     known = all(hasattr(layer, "self_attn") for layer in layers)

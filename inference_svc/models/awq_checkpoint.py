@@ -59,7 +59,7 @@ class AwqLinear(nn.Module):
 
 
 def method_of(config: Any) -> str:
-    """Quantization method of a configuration; empty for none."""
+    """Quantization method of a configuration; empty if the configuration has none."""
     return str((getattr(config, "quantization_config", None) or {}).get("quant_method", ""))
 
 

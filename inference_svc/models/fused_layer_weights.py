@@ -63,7 +63,7 @@ class FusedLayerWeights:
 def can_fuse_model(model: Any) -> bool:
     """True if all layers of a model can be fused.
 
-    They must be on a CPU and of a known structure, with SiLU gates and whole heads rotated.
+    The layers must be on a CPU and have a known structure, with SiLU gates and with RoPE over whole heads.
     """
     return all(can_fuse(layer, model.config) for layer in model.model.layers)
 

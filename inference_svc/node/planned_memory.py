@@ -1,4 +1,4 @@
-"""Planned memory of a node: arena, staging and KV pools against the machine and its control groups."""
+"""Planned memory of a node (arena, staging, KV pools), compared with the machine and its control groups."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from inference_svc.node.liveness_probe import PROBE_SECONDS, Probe
 log = structlog.get_logger("serve")
 
 STOP_SECONDS = 45.0
-"""Longest time in which a daemon writes queued chunks and ends, with a margin."""
+"""Maximum seconds for a daemon to write queued chunks and end, with a margin."""
 
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.1, 10.0, 30.0
 _PROBE_INTERVAL_SECONDS, _STARTING_PROBE_INTERVAL_SECONDS = 1.0, 0.05

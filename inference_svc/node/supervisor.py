@@ -64,7 +64,7 @@ class ServeConfig(ModelSettings):
     """Number of inference workers."""
     devices: str = ""
     """Numbers of the GPUs that the workers use in turn, separated by commas, such as 0,1. Each worker sees only its own
-    (tensor_parallel_size of them). By default, there are as many workers as the GPUs suffice for."""
+    tensor_parallel_size GPUs. By default, there are as many workers as the GPUs suffice for."""
     host: str = "127.0.0.1"
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)
@@ -72,7 +72,7 @@ class ServeConfig(ModelSettings):
     page: bool = True
     """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
-    """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
+    """Maximum tokens of a chat completion or response whose request sets no limit; 0 for the rest of the context."""
     alias: str = ""
     """Further names of the model or its adapters: NAME=MODEL, separated by commas."""
     claude_names: bool = False

@@ -37,7 +37,7 @@ def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Calibr
 def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> CalibrationTexts:
     """First 4 MiB of a text file: the last tenth for evaluation, the rest for calibration.
 
-    Raises ConfigurationError for a file that is no text or too short.
+    Raises ConfigurationError for a file that is not text or is too short.
     """
     try:
         with file.open("rb") as data:

@@ -39,7 +39,7 @@ class InputStats:
 
 @dataclass(frozen=True)
 class ScaleResult:
-    """Input scale ``[in]``, and the output errors with it and with plain rounding.
+    """Input scale ``[in]``, and the output errors with this scale and with plain rounding.
 
     Errors are shares of the outputs' mean square, summed over the layers.
     """

@@ -97,10 +97,10 @@ class RequestBuilder:
         max_tokens: int | None = None,
         truncation: pb.Truncation.ValueType = pb.TRUNCATION_UNSPECIFIED,
     ) -> tuple[list[int], DocumentMarks]:
-        """Return ``tokens`` of a prompt that must fit into the context.
+        """Return the result of ``tokens`` for a prompt that must fit into the context.
 
         With ``max_tokens``, a longer prompt is truncated as ``truncation`` says, by default to its last tokens. Raises
-        PromptTooLong, for a text with too many characters before it is tokenized.
+        PromptTooLong; a text with too many characters is not even tokenized.
         """
         if max_tokens is not None:
             size = self._check_characters(*prompt_texts(prompt))
@@ -141,7 +141,7 @@ class RequestBuilder:
         self._context_limits.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
-        """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
+        """Return the tokens of a prompt that need not fit into the context; only its length in characters is limited."""
         self._check_characters(*prompt_texts(prompt))
         return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
 
@@ -227,7 +227,7 @@ class RequestBuilder:
         return ids, DocumentMarks(segment_ends=tuple(ends))
 
     def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
-        """Keep the tokens of a complete answer with calls; clients send it back as ``message``."""
+        """Keep the tokens of a complete answer with calls; clients send the answer back as ``message``."""
         tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
         self._sampled_calls.keep(salt, message, tokens[: -1 if tokens[-1] in self._loaded.stop_tokens else None])
 

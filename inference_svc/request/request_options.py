@@ -92,7 +92,8 @@ def cache_use(
 ) -> CacheParams:
     """Return the cache options and hints of a request. Raises InvalidRequest.
 
-    ``reuse_anywhere`` is the worker's setting, for a request without its own; ``retained`` are the request's prefixes.
+    ``reuse_anywhere`` is the worker's setting, for a request that does not choose. ``retained`` are the prefixes to
+    retain.
     """
     check_salt(given.tenant_salt)
     if given.HasField("ttl_seconds"):

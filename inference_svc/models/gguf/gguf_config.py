@@ -47,7 +47,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """Look up a file's architecture. Raises ModelUnsupported, with its name, for an unsupported one."""
+    """Look up a file's architecture. Raises ModelUnsupported for an unsupported architecture."""
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         raise ModelUnsupported(

@@ -78,7 +78,7 @@ class GgufWeight:
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
-    """For each of transformers' rows of a rotary projection, its index in llama.cpp's order."""
+    """Returns, for each row of a rotary projection in transformers' order, the row's index in llama.cpp's order."""
     half = rows // heads // 2
     return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
 

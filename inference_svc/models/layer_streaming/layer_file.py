@@ -82,7 +82,7 @@ class StoredWeight:
 class LayerIndex:
     """Contents of a layer file."""
 
-    fused: bool  # layers are those of engine.fused, else the model's own
+    fused: bool  # True for fused layers, False for the model's own layers
     layers: list[dict[str, StoredWeight]]  # for each layer, its weights by the name of their linear layer
     embedding: StoredWeight
     head: StoredWeight

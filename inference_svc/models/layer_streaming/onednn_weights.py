@@ -1,6 +1,6 @@
 """oneDNN packed weights over external memory.
 
-torch creates such tensors only over its own memory. The exception are compiled models (AOTInductor), which map their
+torch creates packed tensors only over its own memory. The exception are compiled models (AOTInductor), which map their
 weights from a file. This module calls the same functions as such models, through torch's stable C interface
 (torch/csrc/inductor/aoti_torch/c/shim.h).
 """

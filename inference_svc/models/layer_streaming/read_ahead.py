@@ -59,7 +59,7 @@ class ReadAhead:
     """Read-ahead of ``pieces`` pieces in ``slots`` slots. Thread-safe.
 
     The pieces acquired at one time must leave a slot free. ``poison`` is called with every released slot, whose piece
-    is then read again. With it, tests prove that no released weight is used.
+    is then read again. With ``poison``, tests prove that no released weight is used.
     """
 
     def __init__(self, pieces: int, slots: int, read: Read, poison: Poison | None = None) -> None:

@@ -44,7 +44,7 @@ class StreamedPart(enum.Enum):
     ALL = "all"
 
     def streams(self, feed_forward: bool) -> bool:
-        """True if the products of one part of a layer are streamed: its feed-forward part, or else its attention."""
+        """True if the products of the feed-forward part (without ``feed_forward``: of attention) are streamed."""
         return self is StreamedPart.ALL or (self is StreamedPart.FEED_FORWARD and feed_forward)
 
 
@@ -145,6 +145,6 @@ def _plan_partial(sizes: WeightSizes, first: int, last: int, slots: int) -> Resi
 def _plan(mode: Mode, sizes: WeightSizes, parts: tuple[StreamedPart, ...], slots: int) -> ResidencyPlan:
     each = [sizes.streamed(i, part) for i, part in enumerate(parts)]
     pieces = sum(size > 0 for size in each)
-    # A slot more than there are pieces would stay empty.
+    # Slots beyond the number of pieces would stay empty.
     slots = min(slots, max(pieces, _MIN_SLOTS)) if pieces else 0
     return ResidencyPlan(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))

@@ -88,7 +88,7 @@ def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinea
 def pack_linears(model: nn.Module) -> None:
     """Replace a model's plain linear layers by those of ``linear_for``.
 
-    On a CPU, also replaces float32 embeddings by narrow ones. Quantized layers stay.
+    On a CPU, also replaces float32 embeddings by NarrowEmbedding. Quantized layers stay.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -1,9 +1,10 @@
 """Shard plan: the heads, feed-forward channels and vocabulary rows of one rank.
 
-The division is Megatron's (Shoeybi et al., arXiv:1909.08053): query, key, value, gate and up projections are divided by
-output, the output and down projections by input, embedding and head by vocabulary row. Parts need not be equal, so
-that models such as SmolLM2 (9 query heads, 3 key heads) can be divided by two. Each key head stays with its query
-heads; with fewer key heads than ranks, several ranks hold the same key head, with different query heads.
+The division is Megatron's (Shoeybi et al., arXiv:1909.08053). Query, key, value, gate and up projections are divided by
+output. The output and down projections are divided by input. Embedding and head are divided by vocabulary row. Parts
+need not be equal, so that models such as SmolLM2 (9 query heads, 3 key heads) can be divided by two. Each key head
+stays with its query heads. With fewer key heads than ranks, several ranks hold the same key head, with different query
+heads.
 """
 
 from __future__ import annotations
