@@ -141,7 +141,7 @@ class RequestBuilder:
         self._context_limits.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
-        """Return the tokens of a prompt that need not fit into the context; only its length in characters is limited."""
+        """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
         self._check_characters(*prompt_texts(prompt))
         return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
 

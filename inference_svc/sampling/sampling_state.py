@@ -14,7 +14,7 @@ from inference_svc.structured_output.grammar_state import GrammarState
 class SamplingState:
     """Sampling state of one request: number and counts of its sampled tokens.
 
-    Only ``accept`` changes it, so a token that is sampled and then dropped has no effect.
+    Only ``accept`` changes the state, so a token that is sampled and then dropped has no effect.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class KVConnector(Protocol):
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         """Starts to store the whole chunks of the first ``tokens`` tokens of a running sequence.
 
-        ``table`` has references to their blocks until the callback, so the sequence may end before. False if nothing
+        ``table`` has references to their blocks until the callback, so the sequence may end earlier. False if nothing
         can be stored.
         """
         ...

@@ -135,7 +135,8 @@ class InferenceService(InferenceServiceServicer):
                     read_calls(calls, part)
                     texts.append(part.text)
                     add_calls(message.tool_calls, part.tool_calls)
-                    # ``tokens`` may include a stop string or an excess call that ``message`` lacks: do not keep those.
+                    # The answer's tokens may include a stop string or an excess call that ``message`` lacks. The tokens
+                    # of such answers are not kept.
                     called = part.finish_reason == pb.FINISH_REASON_TOOL_CALLS and part.WhichOneof("stopped_by") is None
                     if called and calls.calls == len(message.tool_calls):
                         message.content = "".join(texts)

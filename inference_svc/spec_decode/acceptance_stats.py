@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# A prior counts as many draft tokens as _PRIOR_WEIGHT in the common counts. In an answer's rate, the common rate counts
-# as many draft tokens as _COMMON_WEIGHT.
+# In the common counts, a prior weighs as much as _PRIOR_WEIGHT draft tokens. In an answer's rate, the common rate
+# weighs as much as _COMMON_WEIGHT draft tokens.
 _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
 # Each new draft token multiplies the weight of older ones by _COMMON_FADE in the common counts, and by _OWN_FADE in its
 # answer's counts.

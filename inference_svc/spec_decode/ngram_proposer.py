@@ -41,7 +41,7 @@ _CONTEXT = 4
 class AnswerHistory:
     """Bounded history of answers per cache scope (tenant and adapter).
 
-    The least recently used scope is dropped first. No scope ever reads the answers of another one.
+    The least recently used scope is dropped first. No scope ever reads the answers of another scope.
     """
 
     def __init__(self) -> None:

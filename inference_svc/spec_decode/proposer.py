@@ -113,7 +113,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
-        """Returns one draft per request; it may be empty."""
+        """Returns one draft per request; a draft may be empty."""
         ...
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:

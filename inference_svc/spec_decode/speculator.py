@@ -3,9 +3,9 @@
 Verification must not cost more than it saves. The speculator measures the acceptance probability of draft tokens and
 the cost of a further row, and verifies the draft tokens that give the most expected tokens per second (goodput, Liu et
 al., 2024, arXiv:2406.14066). So speculation stops by itself when a batch keeps the device busy, or when drafts are
-rejected. N-gram drafts cost almost nothing, so they are looked up for every decoding sequence, and compared with the
-sampled tokens even if they were not verified: the speculator notices without extra rows that drafts are accepted again.
-Drafts of a model are tried again after growing pauses.
+rejected. N-gram drafts cost almost nothing, so they are looked up for every decoding sequence. They are compared with
+the sampled tokens even if they were not verified, so the speculator notices without extra rows when drafts would be
+accepted again. Drafts of a draft model are tried again after growing pauses.
 
 A second branch is looked up and verified only if it gives more than the best chain and saves more time than its lookup
 takes. The gain of a branch is measured even if the branch was not verified.

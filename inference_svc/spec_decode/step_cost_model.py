@@ -26,6 +26,7 @@ _TIMED_ROWS, _REPEATS, _MAX_TIMING_SECONDS = (1, 2, 4, 8, 16, 32, 64), 3, 2.0
 
 def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float]:
     """Measures the seconds of ``run(rows)`` for several numbers of rows, from ``min_rows`` on.
+
     Takes the minimum of a few repeats, because other load on the machine is not a cost of the step. Measures at least
     two numbers of rows. For a large model it measures only two; the cost model extrapolates to other numbers, and
     learns their costs later.

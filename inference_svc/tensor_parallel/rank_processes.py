@@ -117,7 +117,7 @@ class RankProcesses:
         return answered
 
     def ask_all(self, question: Question, answered: Future[list[Answer]] | None = None) -> Future[list[Answer]]:
-        """Asks all ranks the same question."""
+        """Asks all other ranks the same question."""
         return self.ask([question] * (self.size - 1), answered)
 
     def lost_reason(self) -> str:

@@ -48,7 +48,7 @@ class JsonCallParser(CharReader):
             self._emit_text(text)
 
     def _calls(self, alone: bool) -> Parse[None]:
-        """Parse a call, a list of calls, or several separated by semicolons."""
+        """Parse a call, a list of calls, or several calls separated by semicolons."""
         if (yield from self._next_nonspace()) == "[":
             yield from self._list(alone)
             return
