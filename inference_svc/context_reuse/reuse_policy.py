@@ -37,7 +37,8 @@ class ReusePolicy:
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
         """Selector and ratio for approximate tokens; None if approximate tokens may not be reused.
 
-        Without ``unverified``, the selector must be the one that passed verification.
+        Without ``unverified``, the selector must be the one that passed verification, and the ratio must be at least
+        the verified one.
         """
         if self.key_rotation is None:
             return None

@@ -97,7 +97,7 @@ class Engine:
         self._broken: BaseException | None = None
         self._step_began = 0.0  # start of the current step; 0 between steps
         self.died: Future[Unavailable] = Future()
-        """Completed with an error after that error stopped the engine, and after all open requests have got it."""
+        """Result: the error for further callers. Set after the engine has stopped and open requests have got it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._ready.wait()

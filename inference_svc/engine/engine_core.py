@@ -335,7 +335,7 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> None:
         """Starts to store a complete answer, and removes the sequence from the batch."""
         self._speculator.finish(sequence)
-        # Add before removing: another thread that counts sequences must find this one in a collection.
+        # Add before removing: another thread that counts sequences must find this one in ``saving`` or ``running``.
         self.saving.add(sequence)
         self.running.remove(sequence)
         if not self._finisher.complete(sequence, self._on_saved):

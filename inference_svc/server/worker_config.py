@@ -50,7 +50,7 @@ class ModelSettings(BaseSettings):
     stream_slots: int = Field(default=3, ge=2, le=64)
     """Streamed layers in memory at one time: one in use, the others read ahead."""
     memory_bytes: int = 0
-    """Memory limit of a worker that stream must meet; 0 means the free memory of machine and control group."""
+    """Memory limit of a worker, for the choice of streamed layers; 0: the free memory of machine and control group."""
     reuse_anywhere: bool = False
     """Reuse text wherever it stands in a prompt, such as retrieved documents in any order, and compute a part of it
     again. It may change answers, and needs a passed verification: SmolLM2's is shipped, other models are verified at
