@@ -1,7 +1,7 @@
 """The inference worker with its engine, the gateway, and the node supervisor.
 
-Imports ``kvsidecar`` (stubs, formats, KV transfer) and ``kvkernels``; never ``cache_daemon``, which it runs as a
-process.
+Imports ``kvsidecar`` (stubs, formats, KV transfer) and ``kvkernels``. It never imports ``cache_daemon``: the supervisor
+runs the daemon as a separate process.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
 """Chat templates: convert messages and tools to prompts.
 
-Imports ``tool_calls`` and ``structured_output``; ``request`` imports it.
+Imports ``tool_calls`` and ``structured_output``; ``request`` imports this package.
 """

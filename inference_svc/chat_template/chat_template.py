@@ -1,4 +1,4 @@
-"""Chat template of one model: prompts, and grammar and parser of its tool calls."""
+"""Chat template of one model; grammar and parser of its tool calls."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _NOTHING: Mapping[int, str] = MappingProxyType({})
 class ChatTemplate:
     """Chat template and tool calls of one model.
 
-    Any thread may call the methods; they raise InvalidRequest with one sentence.
+    Any thread may call the methods. For a bad request they raise InvalidRequest.
     """
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: GrammarCompiler, parser: str = "auto"
     ) -> None:
-        """``parser`` is the format of the model's calls; ``auto``: detect it in the chat template."""
+        """``parser`` names the format of the model's tool calls; ``auto`` detects the format in the chat template."""
         self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
@@ -60,7 +60,7 @@ class ChatTemplate:
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
     def _template(self, with_tools: bool) -> str | None:
-        """Text of the chat template; some models have a separate one for tools."""
+        """Text of the chat template; some models have a separate template for tools."""
         template: Any = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use" if with_tools else "default") or next(iter(template.values()), None)
@@ -88,11 +88,11 @@ class ChatTemplate:
         return self._written(messages_with_described_tools(chat, False, written), [], more)
 
     def text_of_first(self, chat: pb.Chat, messages: int) -> str:
-        """Render a conversation's first messages; empty if the template refuses them by themselves."""
+        """Render the first ``messages`` messages; return an empty text if the template refuses them."""
         first = pb.Chat(messages=chat.messages[:messages], tools=chat.tools, template_arguments=chat.template_arguments)
         with suppress(InvalidRequest):
             return self.render(first, False)
-        first.messages.add(role="user", content="")  # some templates want a question
+        first.messages.add(role="user", content="")  # some templates require a user message
         with suppress(InvalidRequest):
             return self.render(first, False)
         return ""
@@ -113,7 +113,10 @@ class ChatTemplate:
         return str(text)
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Create the grammar state for the request's grammar or required or strict calls; None for free text."""
+        """Create the state of the grammar that limits the answer; None for free text.
+
+        The grammar is the request's own, that of required tool calls, or that of optional calls with strict schemas.
+        """
         use, grammar = request.tool_use, request.grammar
         tools, given = _allowed_tools(request), request.HasField("grammar")
         if use.mode == pb.TOOL_MODE_REQUIRED:
@@ -152,7 +155,7 @@ class ChatTemplate:
             ) from error
 
     def parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
-        """Create a parser of calls in the answer's text; None if the request allows none."""
+        """Create a parser of tool calls in the answer's text; None if the request allows no calls."""
         tools, use = _allowed_tools(request), request.tool_use
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
@@ -163,7 +166,7 @@ class ChatTemplate:
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
     def reasoning_splitter(self, chat: pb.Chat, prompt_end: str) -> ReasoningSplitter | None:
-        """Create a splitter for an answer behind this prompt; None if it has no reasoning of its own."""
+        """Create a splitter for the answer to this prompt; None if the answer starts no reasoning."""
         begun = opens_reasoning(prompt_end)
         fresh = chat.answer_start == pb.ANSWER_START_UNSPECIFIED
         return ReasoningSplitter(begun) if self._marks_reasoning and (begun or fresh) else None
@@ -186,6 +189,6 @@ def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:
 
 
 def _strict(request: pb.GenerateRequest) -> bool:
-    """True if calls are optional but a grammar limits them: strict schemas, or allowed tools."""
+    """True if calls are optional, but strict schemas or a list of allowed tools limit them by a grammar."""
     decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
     return decides and (bool(request.tool_use.allowed) or any(tool.strict for tool in request.prompt.chat.tools))

@@ -18,7 +18,7 @@ class _Place(Enum):
 
 
 def marks_reasoning(template: str | None) -> bool:
-    """True if a chat template is that of a model which marks its reasoning."""
+    """True if the chat template belongs to a model that marks its reasoning."""
     return BEGIN in (template or "") or END in (template or "")
 
 
@@ -30,18 +30,19 @@ def opens_reasoning(prompt_end: str) -> bool:
 class ReasoningSplitter:
     """Splitter of one answer. Call ``split`` with each new text.
 
-    ``begun``: the prompt opened the reasoning. Otherwise an answer has reasoning only if it starts with the marker.
-    Spaces around the markers are left out. Text that may be a marker is kept until that is certain.
+    With ``begun``, the prompt has already opened the reasoning. Without ``begun``, an answer has reasoning only if it
+    starts with the opening marker. The splitter removes spaces around the markers. It holds text back while the text
+    may still become a marker.
     """
 
     def __init__(self, begun: bool) -> None:
         self._place = _Place.REASONING if begun else _Place.START
         self._kept, self._wrote = "", False
         self.tokens = 0
-        """Tokens of the reasoning so far, with its markers."""
+        """Number of reasoning tokens so far, including the markers."""
 
     def split(self, text: str, num_tokens: int, last: bool) -> tuple[str, str]:
-        """Return new reasoning and new text of the answer; ``last``: no more text comes."""
+        """Return the new reasoning and the new text of the answer. With ``last``, no more text comes."""
         self._kept += text
         reasoning = ""
         if self._place is _Place.START:

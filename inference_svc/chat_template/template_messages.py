@@ -1,8 +1,9 @@
 """Template messages: messages and tools in the form that chat templates expect.
 
-A template that supports tools gets them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
-``tool_calls`` of a message, arguments as an object). For other templates, the system message describes the tools, calls
-are JSON text, and results are user messages, because such templates often allow no other roles.
+For a template that supports tools, the form is that of Hugging Face's documentation: tools as ``tools=`` of
+``apply_chat_template``, calls as ``tool_calls`` of a message, arguments as an object. For any other template, the
+system message describes the tools, calls are JSON text, and results are user messages, because such templates often
+allow no other roles.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def check_chat(chat: pb.Chat) -> None:
 
 
 def template_arguments(chat: pb.Chat) -> dict[str, Any]:
-    """Parse the request's further template arguments. Raises InvalidRequest."""
+    """Parse the additional template arguments of a request. Raises InvalidRequest."""
     text, param = chat.template_arguments, "chat_template_kwargs"
     if len(text) > _MAX_ARGUMENTS_BYTES:
         raise InvalidRequest(
@@ -139,7 +140,7 @@ def template_messages(chat: pb.Chat, dialect: ToolCallFormat, written: Mapping[i
 def messages_with_described_tools(chat: pb.Chat, in_system: bool, written: Mapping[int, str]) -> list[dict[str, Any]]:
     """Convert messages for a template without support for tools.
 
-    The system message describes the tools with ``in_system``, otherwise the first message does. Raises InvalidRequest.
+    With ``in_system``, the system message describes the tools; without, the first message does. Raises InvalidRequest.
     """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     said: list[tuple[str, list[str]]] = []  # a role, and its consecutive messages
@@ -167,7 +168,7 @@ def messages_with_described_tools(chat: pb.Chat, in_system: bool, written: Mappi
 
 
 def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
-    """Order the first message and the description of tools: a system message is first, a user message second."""
+    """Order the first message and the tools' description: a system message comes first, a user message second."""
     return (first["content"], text) if first["role"] == "system" else (text, first["content"])
 
 
@@ -181,7 +182,7 @@ def _call(call: pb.ToolCall, dialect: ToolCallFormat) -> dict[str, Any]:
 
 
 def _arguments(call: pb.ToolCall) -> Any:
-    """Return arguments as an object, which templates write as JSON; as text if they are truncated."""
+    """Return the arguments as an object, which templates write as JSON. Truncated arguments are returned as text."""
     try:
         return json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):

@@ -6,10 +6,10 @@ same first chunks. Only ``document`` and ``content_defined`` split the same text
 ================  ==============================================================================================
 fixed             every N tokens
 boundary          every N tokens, moved back to the last end of a sentence within a window
-document          at the client's marks only; long documents every N
-content_defined   at the client's marks, by preference at the ends of paragraphs and chat messages, and in between
-                  where the hash of the last tokens is a local maximum (local maximum chunking: Bjorner, Blass,
-                  Gurevich, "Content-dependent chunking for differential compression", JCSS 2010)
+document          at the client's marks; a document that is too long is also split every N tokens
+content_defined   at the client's marks, at the ends of paragraphs and chat messages, and between these cuts where the
+                  hash of the last tokens is a local maximum (local maximum chunking: Bjorner, Blass, Gurevich,
+                  "Content-dependent chunking for differential compression", JCSS 2010)
 ================  ==============================================================================================
 """
 
@@ -39,7 +39,7 @@ _MIN_PARAGRAPH = 24
 class DocumentMarks:
     """Document structure of a request: token ids of the separator, and ends of marked segments.
 
-    ``prompt_end`` is the end of the prompt in a sequence that may have an answer after it; 0 without one.
+    ``prompt_end`` is the number of prompt tokens, after which the tokens of an answer may follow; 0 without an answer.
     """
 
     separator: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class DocumentChunker:
 class LocalMaximumChunker:
     """Chunks that end at local maxima of a rolling hash.
 
-    A local maximum is the largest hash of ``reach`` positions on both sides. No boundary depends on the one before it,
+    A local maximum is the largest hash of ``reach`` positions on both sides. No boundary depends on the previous one,
     so the same text has the same boundaries after its first ``reach`` tokens. Only the last chunk may be shorter than
     ``reach`` tokens; the average is ``2 * reach + 1`` tokens.
     """
@@ -132,7 +132,7 @@ class ContentDefinedChunker:
     """Cuts at marks and paragraph ends; ``inside`` splits each part between two cuts.
 
     So a text between two cuts has the same chunks at any position. The end of the prompt is not a cut, because in the
-    next turn of a conversation it is in the middle of the prompt.
+    next turn of a conversation this position is in the middle of the prompt.
     """
 
     separator: tuple[int, ...]
@@ -172,7 +172,7 @@ def new_chunker(
 ) -> Chunker:
     """Build the chunker of a worker's settings; ``size`` is the maximum or average number of tokens.
 
-    ``structure`` is the tokenizer's; without it, ``content_defined`` does not cut at paragraphs.
+    ``structure`` finds paragraph ends in token ids. Without it, ``content_defined`` does not cut at paragraphs.
     """
     if strategy == "fixed":
         return FixedChunker(size)
@@ -186,7 +186,7 @@ def new_chunker(
 
 
 def _marked_cuts(tokens: Sequence[int], marks: DocumentMarks, separator: tuple[int, ...]) -> set[int]:
-    """Ends of marked segments, and the starts of separators (the request's, or else ``separator``)."""
+    """Return the ends of marked segments, and the starts of separators. A separator in ``marks`` replaces the other."""
     ends = {end for end in marks.segment_ends if end <= len(tokens)}
     return ends | set(_occurrences(tokens, marks.separator or separator))
 

@@ -30,7 +30,7 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 from inference_svc.models.loader import LoadedModel
 
-# Reuse must fail at this storage width: a benchmark that does not detect it has no statistical power.
+# Storage width in bits at which reuse must fail. A benchmark that misses the failure has no statistical power.
 _COARSE_BITS = 2
 
 
@@ -65,7 +65,7 @@ class LabResult:
 
 @dataclass(frozen=True)
 class LabDocuments:
-    """Head and documents, to store in one order and use in another."""
+    """A prompt's head and documents, which can be stored in another order than they are used in."""
 
     lab: ReuseLab
     head: list[int]
@@ -81,7 +81,7 @@ class LabDocuments:
         return self.stored_at((bits,))[0]
 
     def stored_at(self, widths: Sequence[int]) -> list[list[StoredChunk]]:
-        """Do the same as ``stored``, at several widths."""
+        """Do the same as ``stored`` for several widths."""
         return self.lab.store_at(self.tokens, self._ends(range(len(self.parts))), widths)
 
     def stored_in_order(
@@ -135,7 +135,7 @@ class ReuseLab:
         go_on: int = 0,
         answer: Sequence[int] = (),
     ) -> LabResult:
-        """Prefill without reuse, ``piece`` rows at a time; then ``go_on`` greedy tokens or the given ``answer``."""
+        """Prefill without reuse, ``piece`` rows at a time. The answer is ``go_on`` greedy tokens or ``answer``."""
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = self.prefill(tokens, table, logits_at, piece)
@@ -150,13 +150,13 @@ class ReuseLab:
         return self.store_at(tokens, ends, (bits,))[0]
 
     def store_at(self, tokens: Sequence[int], ends: Sequence[int], widths: Sequence[int]) -> list[list[StoredChunk]]:
-        """Do the same as ``store``, at several widths after one prefill. A width of 2 bits must be the last."""
+        """Do the same as ``store`` for several widths after one prefill. A width of 2 bits must be the last."""
         with self.pages(len(tokens)) as table:
             self.prefill(tokens, table, np.asarray([len(tokens) - 1]))
             return [self.chunks(table, tokens, ends, bits) for bits in widths]
 
     def chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
-        """Pack prefilled tokens as chunks that end at ``ends``. For 2 bits it rounds the pool's values in place."""
+        """Pack prefilled tokens as chunks that end at ``ends``. With ``bits`` 2, round the pool's values in place."""
         out = []
         if bits == _COARSE_BITS:
             self._round_coarsely(table, len(tokens))
@@ -181,7 +181,7 @@ class ReuseLab:
     ) -> LabResult:
         """Run a prompt with leading chunks ``exact`` and relocated chunks ``placed`` as ``(start, chunk)``.
 
-        ``strategy`` selects the tokens to recompute. Then it computes ``go_on`` greedy tokens or the given ``answer``.
+        ``strategy`` selects the tokens to recompute. The answer is ``go_on`` greedy tokens or the given ``answer``.
         """
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()

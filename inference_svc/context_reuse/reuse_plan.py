@@ -30,7 +30,7 @@ class ReusePlan:
     """Reuse of a prompt of ``tokens`` tokens.
 
     The first ``exact`` tokens have the keys and values of a prefill. The ``approximate`` spans, which are in order and
-    disjoint, are relocated. All other tokens are uncached; the last token always is.
+    disjoint, are relocated. All other tokens are uncached; the last token is always uncached.
     """
 
     tokens: int

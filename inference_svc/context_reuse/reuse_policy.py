@@ -21,10 +21,10 @@ class RecomputeSetting:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """The chunker, when relocated chunks are reused, and how many of their tokens are recomputed.
+    """Chunker, conditions for approximate reuse, and the share of tokens to recompute.
 
-    ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's is
-    used. ``enabled`` applies to requests that do not set their own; with ``unverified``, reuse needs no verdict.
+    ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's value
+    is used. ``enabled`` is the default for requests that do not choose. With ``unverified``, reuse needs no verdict.
     """
 
     chunker: Chunker
@@ -35,9 +35,10 @@ class ReusePolicy:
     unverified: bool = False
 
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
-        """Selector and ratio for approximate tokens; None if they may not be reused.
+        """Selector and ratio for approximate tokens; None if approximate tokens may not be reused.
 
-        Unless the operator set ``unverified``, the same selector must have passed verification.
+        Without ``unverified``, the selector must be the one that passed verification, and the ratio must be at least
+        the verified one.
         """
         if self.key_rotation is None:
             return None

@@ -16,8 +16,8 @@ NO_DAEMON = "no cache daemon is attached"
 class ReuseState:
     """Setting, verdict and progress of a worker's approximate reuse.
 
-    ``obstacle`` is the reason if this worker cannot reuse text anywhere with any verdict. ``progress`` describes a
-    verification that runs or waits; empty without one.
+    ``obstacle`` is the reason why this worker can never reuse relocated chunks, whatever the verdict; empty if it can.
+    ``progress`` describes a running or waiting verification; empty without one.
     """
 
     policy: ReusePolicy
@@ -34,7 +34,7 @@ class ReuseState:
 
     @property
     def sentence(self) -> str:
-        """Summary in one sentence: the state, its reason, the verdict's numbers, and the flag that changes it."""
+        """Summary in one sentence: state, reason of the state, the verdict's numbers, flag that changes the state."""
         on = self.policy.enabled
         if self.obstacle:
             return f"reuse anywhere is off, because {self.obstacle}; prefixes are reused exactly"

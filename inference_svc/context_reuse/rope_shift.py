@@ -1,9 +1,10 @@
 """RoPE shift: rotates stored keys to new positions.
 
-A stored key is already rotated for its original position. RoPE's rotations add, so a further rotation by the difference
-of positions gives the key at the new position (Su et al., arXiv:2104.09864). This holds for every variant with fixed
-frequencies: plain, linear, llama3, YaRN (whose scale is part of the stored key), and partial rotary, which rotates only
-the first channels. It does not hold for variants whose frequencies depend on the sequence length; these are refused.
+A stored key is already rotated for its original position. RoPE's rotations add up, so a further rotation by the
+difference of positions gives the key at the new position (Su et al., arXiv:2104.09864). This holds for every variant
+with fixed frequencies: plain, linear, llama3, YaRN (whose scale is part of the stored key), and partial rotary, which
+rotates only the first channels. It does not hold for variants whose frequencies depend on the sequence length; these
+are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RopeShift:
         self.by: Callable[[int], Rotation] = lru_cache(4096)(self._by)
 
     def _by(self, delta: int) -> Rotation:
-        """Cosine and sine ``[rotary_dim / 2]`` (float32) of a shift by ``delta`` positions. It may be negative."""
+        """Cosine and sine ``[rotary_dim / 2]`` (float32) of a shift by ``delta`` positions, which may be negative."""
         angles = self.frequencies * delta
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

@@ -1,9 +1,10 @@
 """Selective recompute: prefill of a prompt with relocated chunks.
 
 The stored keys and values of the chunks are in the pool already. If the selector needs measurements, the lowest layers
-are first computed for all approximate tokens; their results are exact, because they start from the embeddings. Then the
-selected and the uncached tokens are computed in the other layers; each attends to all earlier keys, recomputed or
-stored. The work is split into pieces, so that other sequences can run between them.
+are first computed for all approximate tokens. The results of these layers are exact, because the computation starts
+from the embeddings. Then the selected and the uncached tokens are computed in the other layers. Each of these tokens
+attends to all earlier keys, recomputed or stored. The work is split into pieces, so that other sequences can run
+between the pieces.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class KVDeviation:
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
 
     def add(self, before: list[Tensor], after: list[Tensor]) -> None:
-        """Add rows ``before`` and ``after`` their computation.
+        """Add the keys and values of rows ``before`` and ``after`` recomputation.
 
         Each list has a tensor ``[kv_heads, rows, head_dim]`` for the keys and for the values of each layer.
         """
@@ -99,7 +100,7 @@ class SelectiveRecompute:
         self.logits: list[Tensor] = []
 
     def steps(self) -> Iterator[int]:
-        """Compute piece by piece; yield the rows of each, weighted by the share of layers computed."""
+        """Compute piece by piece. Yield each piece's number of rows, times the share of layers that it computed."""
         depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.uncached_positions
         if not depth:
             chosen = self._choose(SelectionSignals())
@@ -154,7 +155,7 @@ class SelectiveRecompute:
         return [t[i].index_select(1, slots) for i in layers for t in (self._pool.keys, self._pool.values)]
 
     def _look(self) -> NDArray[np.float32]:
-        """Compute the question over the stored keys, and return its attention ``[approximate tokens]``."""
+        """Compute the question over the stored keys. Return its attention to each approximate token."""
         question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
         observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)

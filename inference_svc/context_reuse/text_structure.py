@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLANK_LINE, _ENDS_LINE, _STARTS_LINE, _SPECIAL = 1, 2, 4, 8
-# Line feed in a vocabulary: plain, in byte-level BPE, as a byte token of SentencePiece.
+# Forms of a line feed in vocabularies: plain, in byte-level BPE, and as a byte token of SentencePiece.
 _LINE_FEEDS = ("\n", "Ċ", "<0x0A>")
-# Maximum tokens between a special token and the end of its line that belong to the markup, such as a role's name.
+# Markup such as a role's name may follow a special token on the same line: at most this many tokens.
 _HEADER_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class TextStructure:
-    """Kinds of token ids: tokens with line feeds, and special tokens.
+    """Tokens that end paragraphs or mark up messages, as ``kinds [vocabulary]``: one bit mask per token id.
 
-    ``kinds [vocabulary]`` are bit masks; None for no structure.
+    With ``kinds`` None, ``ends`` finds no paragraphs or messages.
     """
 
     kinds: NDArray[np.uint8] | None = None
@@ -44,8 +44,8 @@ class TextStructure:
     def ends(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Ascending indices after blank lines, and on both sides of a chat template's markup.
 
-        A blank line is one token, a part of one (".\\n\\n"), or two line feeds. An index depends only on a few tokens
-        around it.
+        A blank line is a token, a part of a token (".\\n\\n"), or the line feeds of two tokens. An index depends only
+        on a few tokens around it.
         """
         if self.kinds is None or not len(tokens):
             return np.empty(0, np.int64)

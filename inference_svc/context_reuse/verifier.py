@@ -2,8 +2,8 @@
 
 A prompt consists of documents and a question. The documents are stored in another order, relocated into the prompt and
 selectively recomputed. The result is compared with a full prefill, at every token of the question and of the greedy
-answer. A control has a quote from one of the documents instead of the question: its continuation needs no other
-document, so reuse without recomputation is harmless there, and recomputation must be harmless, too. A verification can
+answer. In a control, a quote from one of the documents replaces the question. The quote needs no other document, so
+reuse without recomputation is harmless for controls; recomputation must be harmless for them, too. A verification can
 fail; workers with ``reuse_anywhere`` use only a selector that passed.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
 _ANSWER = 16
-# The noise floor is the difference to a second prefill of the prompt in pieces of this size.
+# The noise floor is the divergence between two full prefills; the second is computed in pieces of this many tokens.
 _NOISE_PIECE = 40
 # Number of tokens of a control's quote, and of its last tokens whose predictions are compared.
 _QUOTED, _JUDGED = 32, 16
@@ -49,9 +49,9 @@ Outcome = Literal["passed", "failed", "inconclusive"]
 class Thresholds:
     """Limits that a selector must meet.
 
-    ``max_kl`` limits the mean KL divergence in nats per token, ``min_agreement`` the share of equal top-1 tokens, both
-    over questions and answers. ``max_harm`` limits, in nats, how much worse than no recomputation the selector may be
-    on controls. With fewer than ``min_prompts`` prompts the result is inconclusive.
+    ``max_kl`` limits the mean KL divergence in nats per token, and ``min_agreement`` the share of equal top-1 tokens;
+    both are measured on questions and answers. On controls, the selector's divergence may exceed that of no
+    recomputation by at most ``max_harm`` nats. With fewer than ``min_prompts`` prompts the result is inconclusive.
     """
 
     max_kl: float = 0.05
@@ -64,9 +64,9 @@ class Thresholds:
 class Finding:
     """Measurements of one arm (a selector at a ratio) over ``prompts`` prompts.
 
-    ``first_divergence``: mean number of equal first greedy tokens, of 16. ``control_kl``: mean divergence of the
-    controls. ``cost``: rows times layers as a share of a prefill. ``why``: reason of a failure; empty if it passed. An
-    arm is run on no further prompts once it can no longer pass.
+    ``first_divergence``: mean number of greedy tokens, of 16, before the first that differs. ``control_kl``: mean
+    divergence of the controls. ``cost``: rows times layers as a share of a prefill. ``why``: reason of a failure; empty
+    if the arm passed. An arm that can no longer pass gets no further prompts.
     """
 
     arm: str
@@ -103,7 +103,7 @@ class Report:
     """All findings of a verification.
 
     ``noise_kl`` is the divergence between two full prefills in pieces of different sizes. ``chosen`` is the cheapest
-    candidate that passes; if none does, the one with the smallest divergence.
+    candidate that passes; if no candidate passes, the candidate with the smallest divergence.
     """
 
     model: str
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """Summary for operators in one sentence: which text workers will reuse."""
+        """Summary for operators in one sentence: what the verdict means for the workers' reuse."""
         exact = next(f for f in self.findings if f.arm == EXACT)
         known = f"Prefixes that were read before are reused (KL {exact.kl_mean:.2g} with {exact.bits}-bit storage)"
         c = self.chosen
@@ -275,7 +275,7 @@ class Verifier:
     ) -> dict[Candidate, _Divergence]:
         """Select the arms whose result further prompts can change.
 
-        A divergence is never negative, so an arm has failed as soon as its sum is too large for all ``total``
+        A divergence is never negative, so an arm has failed as soon as its sum exceeds ``max_kl`` times ``total``
         predictions. The arm without recomputation runs while any other arm may pass, for comparison.
         """
         undecided = {c for c, d in arms.items() if not d.must_fail(self._thresholds, total)}
@@ -328,7 +328,7 @@ class Verifier:
 
 
 class _Tail:
-    """Tokens after the documents, and the positions of the compared logits: all, or the ``last`` ones."""
+    """A prompt with ``tail`` after its documents. The logits at the positions ``at`` are compared."""
 
     def __init__(self, read: LabDocuments, tail: Sequence[int], last: int | None = None) -> None:
         self.tail = list(tail)
@@ -356,8 +356,8 @@ def _quote(parts: Sequence[Sequence[int]], rng: random.Random) -> list[int]:
 def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]]:
     """Compute KL divergence (nats) and top-1 agreement with a full prefill.
 
-    It returns them for each compared position and answer token. The logits of the last position predict the first token
-    of the answer, so it is not compared twice.
+    It returns both for each compared position and answer token. The logits of the last position already predict the
+    first token of the answer, so the answer's first logits are left out.
     """
     pairs = ((full.logits, got.logits), (full.answer_logits[1:], got.answer_logits[1:]))
     kl: list[float] = []
@@ -384,13 +384,13 @@ class _Divergence:
         self.kl += kl
         self.same += same
         self.costs.append(got.cost)
-        # Top-1 tokens along the same answer, up to the first difference: there a greedy answer would diverge.
+        # Top-1 tokens along the same answer, up to the first difference: a greedy answer would diverge there.
         likeliest = got.answer_logits.argmax(-1).tolist()
         pairs = enumerate(zip(full.greedy_tokens, likeliest, strict=True))
         self.first_differences.append(next((i for i, (a, b) in pairs if a != b), len(full.greedy_tokens)))
 
     def must_fail(self, limits: Thresholds, total: int) -> bool:
-        """True if the arm fails whatever the remaining of the ``total`` predictions are."""
+        """True if no result of the missing predictions (there are ``total`` in all) can let the arm pass."""
         right = total - len(self.same) + sum(self.same)
         return sum(self.kl) > limits.max_kl * total or right / total < limits.min_agreement
 

@@ -1,7 +1,7 @@
 """Engine: one thread that computes rows of all running sequences in batches.
 
-The connector loads from and stores to the cache on its own threads. While it does, these threads own the sequence's
-blocks.
+The connector's threads load from the cache and store to it. While a thread loads or stores a sequence, that thread owns
+the sequence's blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from inference_svc.spec_decode.step_cost_model import StepCostModel, time_once, 
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
-# A step hangs if it takes longer than _MAX_STEP_SECONDS and than _MAX_STEP_RATIO times a full batch's expected time.
+# A step counts as hung after _MAX_STEP_SECONDS, or after _MAX_STEP_RATIO times a full batch's expected time if longer.
 _MAX_STEP_SECONDS, _MAX_STEP_RATIO = 60.0, 4.0
 _WARM_ROWS = 64
 
@@ -97,7 +97,7 @@ class Engine:
         self._broken: BaseException | None = None
         self._step_began = 0.0  # start of the current step; 0 between steps
         self.died: Future[Unavailable] = Future()
-        """Done after an error ended the engine's thread, with the error that callers get. Waiting ones have got it."""
+        """Result: the error for further callers. Set after the engine has stopped and open requests have got it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and answer together: the limit of the model or of the pool."""
+        """Maximum tokens of prompt and answer together: the lower of the limits of the model and of the pool."""
         return self.context_limits.longest
 
     @property
@@ -173,7 +173,7 @@ class Engine:
         return done.result()
 
     def end(self, reason: str) -> None:
-        """Ends the engine between two steps, as a failure of its device does."""
+        """Ends the engine between two steps, in the same way as a failure of the device."""
 
         def lose() -> None:
             raise EngineLost(reason)
@@ -181,12 +181,12 @@ class Engine:
         self._events.post(EngineTask(lose, lambda _: None))
 
     def _why_not(self) -> Unavailable:
-        """Returns the reason for which the engine accepts no more sequences or tasks."""
+        """Returns the error for a caller whose sequence or task the engine can no longer accept."""
         return self.died.result() if self.died.done() else _shutting_down()
 
     @property
     def ailment(self) -> str:
-        """Reason for which the engine computes nothing: it has stopped, or a step hangs. Empty if it works.
+        """Reason why the engine computes nothing: it has stopped, or a step hangs. Empty if it works.
 
         Any thread may read it.
         """
@@ -228,12 +228,12 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """Blocks that a new sequence could get, as of the last step: free, or only in the prefix cache."""
+        """Number of blocks that were free, or only in the prefix cache, after the last step."""
         return self._free_pages
 
     @property
     def free_overflow_pages(self) -> int:
-        """Blocks that a new sequence could get in the overflow, as of the last step."""
+        """Number of overflow blocks that were free, or only in the prefix cache, after the last step."""
         return self._free_overflow_pages
 
     @property
@@ -334,7 +334,7 @@ class Engine:
         """Runs every kernel once, so that no kernel is compiled while a request waits. Measures step costs."""
         for count in (1, _WARM_ROWS):
             seconds = time_once(lambda count: self._run_rows(count, 0), count)
-        if self.loaded.streamed is None:  # a streamed model's step takes the time to read weights, with any rows
+        if self.loaded.streamed is None:  # reading streamed weights takes the same time for any number of rows
             self._core.prefill_budget.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
             self._core.prefill_budget.learn(_WARM_ROWS, seconds)
         for adapter in self.adapters.values():
@@ -346,7 +346,7 @@ class Engine:
             self.speculator.costs.calibrate(drafted, time_once(lambda count: self._run_rows(count, 0), 1))
 
     def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
-        """Computes ``count`` rows of a dummy sequence, as a step does; none if the pool is too small."""
+        """Computes ``count`` rows of a dummy sequence like a step. Does nothing if the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
             logits = self._core.compute(

@@ -1,7 +1,7 @@
 """Engine core: one step of the engine, and the state of its sequences.
 
 A step admits waiting sequences, plans a batch, computes it and samples. An error of one sequence ends only that
-sequence: if a batch of several sequences raises, each is computed alone, and only the ones that raise again fail.
+sequence: if a batch of several sequences raises, each sequence is computed alone. Only sequences that raise again fail.
 """
 
 from __future__ import annotations
@@ -208,7 +208,10 @@ class EngineCore:
         self._stuck = idle and oldest is None and bool(self.running)
 
     def _run_batch(self, recomputing: Sequence | None) -> bool:
-        """Plans and computes a batch, without prompts if ``recomputing`` runs a piece. False if it has no rows."""
+        """Plans and computes a batch. False if the batch has no rows.
+
+        If ``recomputing`` is a sequence, the batch has no prompt rows: a piece of the recompute runs in the same step.
+        """
         ready = [
             s
             for s in self.running
@@ -293,7 +296,7 @@ class EngineCore:
             logits = collect(slices, self.compute([piece for _, piece in slices]))
             self._builder.branch_tables.check_finite(slices, logits)
         except LayerLoadFailed:
-            # The other sequences compute their rows again in the next step, because no progress is recorded yet.
+            # Nothing has recorded the progress of the other sequences yet, so the next step computes their rows again.
             for sequence in [s for s, _ in slices if s.kv.layers is not None and s.kv.layers.failed]:
                 self._compute_uncached(sequence)
             return
@@ -332,7 +335,7 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> None:
         """Starts to store a complete answer, and removes the sequence from the batch."""
         self._speculator.finish(sequence)
-        # Add before removing: another thread that counts sequences must find this one in one of the two.
+        # Add before removing: another thread that counts sequences must find this one in ``saving`` or ``running``.
         self.saving.add(sequence)
         self.running.remove(sequence)
         if not self._finisher.complete(sequence, self._on_saved):

@@ -44,4 +44,4 @@ class EngineLimits:
     prefix_cache_sequences: int = 64
     num_speculative_tokens: int = 16  # maximum depth of a draft tree
     num_speculative_branches: int = 2  # maximum paths of a draft tree
-    max_prefill_step_seconds: float = 0.25  # of a step with prompt rows while others decode; 0 for no limit
+    max_prefill_step_seconds: float = 0.25  # limit of a step with prompt rows beside decoding sequences; 0: no limit

@@ -10,7 +10,7 @@ from inference_svc.sequence.sequence import Sequence
 
 
 class MissCounts:
-    """Completed requests with a miss, and their computed tokens, by kind. Thread-safe."""
+    """By kind of miss: completed requests with a miss, and the tokens that they computed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutp
 
 log = structlog.get_logger("engine")
 
-# The next turn of a conversation may tokenize up to this many last tokens of an answer differently.
+# A conversation's next turn may tokenize up to this many of an answer's last tokens differently.
 _RETOKENIZED_TOKENS = 64
 
 
@@ -38,7 +38,7 @@ def apply_load_result(sequence: Sequence, result: LoadResult) -> None:
 
 
 def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> FinishReason | None:
-    """Appends a token to an answer and sends it to the sink. Returns a reason if the answer ends with this token.
+    """Appends a token to an answer and sends it to the sink. Returns the reason if the answer ends here.
 
     ``max_tokens`` limits prompt and answer together. Raises GenerationFailed if the grammar does not allow the token.
     """
@@ -95,8 +95,8 @@ class RequestFinisher:
     def complete(self, sequence: Sequence, on_saved: SaveCallback) -> bool:
         """Starts to store a complete answer. True if a save was started.
 
-        In that case ``on_saved`` will be called, and the caller must then call ``retire``. Otherwise the sequence is
-        retired already.
+        If a save was started, the connector will call ``on_saved``, and the caller must then call ``retire``. If no
+        save was started, the sequence is retired already.
         """
         stats, usage, prompt = self._stats, sequence.usage, sequence.request.num_prompt_tokens
         stats.requests += 1
@@ -114,7 +114,7 @@ class RequestFinisher:
             if sequence.request.cache.write and self._connector.save(sequence, self._pool, on_saved):
                 sequence.state = SequenceState.SAVING
                 return True
-        except Exception:  # the answer is complete: a failed save does not fail the request
+        except Exception:  # the answer is complete, so a failed save must not fail the request
             log.exception("storing an answer failed", request=sequence.request.id)
         self.retire(sequence, sequence.kv.stored)
         return False
@@ -155,7 +155,10 @@ class RequestFinisher:
         emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=as_engine_error(error)))
 
     def finish_if_pending(self, sequence: Sequence) -> bool:
-        """Ends a sequence that was aborted or cancelled while another thread used its blocks. False for others."""
+        """Ends a sequence that was aborted or cancelled while another thread used its blocks.
+
+        False if the sequence was neither aborted nor cancelled.
+        """
         if sequence.queue.abort_error is not None:
             self.fail(sequence, sequence.queue.abort_error)
         elif sequence.cancelled.is_set():

@@ -27,15 +27,18 @@ class SpeculativeSampler:
         finish: Callable[[Sequence], None],
         fail: Callable[[Sequence, Exception], None],
     ) -> None:
-        """``max_tokens`` limits prompt and answer together. ``finish`` removes a sequence with a complete answer from
-        the batch, ``fail`` a sequence for which sampling failed."""
+        """``max_tokens`` limits prompt and answer together.
+
+        ``finish`` removes a sequence with a complete answer from the batch. ``fail`` ends a sequence for which sampling
+        failed.
+        """
         self._speculator, self._branch_tables, self._max_tokens = speculator, branch_tables, max_tokens
         self._finish, self._fail = finish, fail
 
     def run(self, slices: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
-        """Samples tokens of each sequence until one equals no draft token.
+        """Samples tokens of each sequence until a sampled token equals no draft token.
 
-        Each token is sampled as without drafts: from the same distribution, with the same random number.
+        Each token is sampled from the same distribution and with the same random number as without drafts.
         """
         known = [len(sequence.tokens) for sequence, _ in slices]
         verifier = TreeVerifier(slices, logits, self._branch_tables)

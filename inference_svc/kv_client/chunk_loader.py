@@ -35,11 +35,11 @@ from inference_svc.model_runner.layerwise_load import LayerReadyEvent, group_lay
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
 
-# Shorter relocated chunks cost more accuracy at their edges than they save.
+# Shorter relocated chunks are not reused: the errors at their edges outweigh the saved prefill.
 _MIN_RELOCATED_TOKENS = 8
-# A load of at least so many tokens is layerwise: the engine may compute as soon as the first group of layers is loaded.
+# A load of at least this many tokens is layerwise: the engine may compute once the first group of layers is loaded.
 _MIN_LAYERWISE_TOKENS = 512
-# The daemon may have to read matched chunks from disk: the timeout of Match grows with their size.
+# Assumed speed of the daemon's disk. The timeout of Match allows for reading the matched chunks at this speed.
 _DISK_BYTES_PER_SECOND = 200e6
 # Maximum time that a Match waits for the remote tier.
 _MAX_REMOTE_SECONDS = 10.0
@@ -67,8 +67,8 @@ class ChunkCopy:
 class LoadPlan:
     """Leased chunks to copy for a load.
 
-    ``restored`` is the report to the engine after the copy. ``lookup_seconds`` is the time of the lookup, without the
-    time of the remote tier.
+    The engine gets ``restored`` after the copy. ``lookup_seconds`` is the time of the lookup, without the time of the
+    remote tier.
     """
 
     lease_id: bytes
@@ -100,7 +100,7 @@ class ChunkLoader:
         return True
 
     def allows_relocation(self, session: Session, sequence: Sequence) -> bool:
-        """True if relocated chunks may be used. False if the blocks cover only a window of the prompt."""
+        """True if relocated chunks may be used. Always False if the blocks cover only a window of the prompt."""
         table = sequence.kv.table  # None if the engine has freed the blocks of an abandoned load
         if table is not None and table.tokens < len(sequence.tokens):
             return False
@@ -109,8 +109,8 @@ class ChunkLoader:
     def look_up(self, session: Session, root: bytes, load: SequenceLoad) -> LoadPlan | None:
         """Look up a prompt and plan its load; None if there is nothing to copy.
 
-        In that case it may already have reported the load. Does not change the sequence. Several threads may call it at
-        once.
+        If the lookup found nothing to copy, it may already have reported the load. Does not change the sequence.
+        Several threads may call it at once.
         """
         began, sequence = time.perf_counter(), load.sequence
         contents = self._content_probes(session, root, sequence, sequence.tokens)
@@ -123,7 +123,7 @@ class ChunkLoader:
             token_ids=sequence.tokens,
             contents=contents,
             cuts=cuts,
-            # 0: whatever computing costs.
+            # With 0, the daemon fetches remote chunks even if computing them would be faster.
             seconds_per_token=0.0 if cache.hints.fetch else self._cost_model.prefill_seconds_per_token,
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
             explain=not sequence.miss.done(),
@@ -158,7 +158,7 @@ class ChunkLoader:
         began: float,
         looked_up: float,
     ) -> LoadPlan:
-        """Choose the chunks of a Match answer to copy. Builds the report to the engine."""
+        """Choose the chunks of a Match answer to copy, and build the result that the engine gets after the copy."""
         sequence, pool = load.sequence, load.pool
         stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
         use = self._plan_window(sequence, pool, answer, stored)
@@ -181,15 +181,15 @@ class ChunkLoader:
             transfer_ms=answer.promote_ms,
             looked_up_at=looked_up,
         )
-        # Without the remote tier's time: the daemon itself compares it with the prefill cost that the request contains.
+        # The lookup time excludes the remote tier's time, which the daemon itself compared with the cost of a prefill.
         return LoadPlan(answer.lease_id, tuple(parts), restored, looked_up - began - answer.remote_ms / 1e3)
 
     def copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
         """Copy planned chunks into the pool, in order of layers, and release their lease.
 
-        A large load is reported before the copy, with a gate that opens layer by layer: to the engine's stream, once
-        the copy of a group of layers is enqueued. This thread waits for the device at the end. Without a gate, the
-        caller reports an incomplete copy.
+        A large load is reported before the copy, with a gate. The gate opens layer by layer for the engine's stream, as
+        soon as the copy of a group of layers is enqueued; this thread waits for the device at the end. If the copy of a
+        load without a gate is incomplete, the caller must report the load.
         """
         began, parts, pool = time.perf_counter(), found.copies, load.pool
         layers, gate = self._geometry.layers, None
@@ -238,9 +238,9 @@ class ChunkLoader:
     def _pieces(
         self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], pool: KVPool, max_seconds: float
     ) -> Generator[list[ChunkPlacement], None, None]:
-        """Yield chunk placements: those in shared memory together, so that layers can be copied in order.
+        """Yield chunk placements. Chunks in shared memory come together, so that layers can be copied in order.
 
-        Streamed payloads are yielded one by one as they arrive, for at most ``max_seconds``.
+        Streamed payloads come one by one as they arrive, for at most ``max_seconds``.
         """
         payloads = session.read(lease_id, [part.match for part in parts], self._timeout, max_seconds)
         with closing(payloads):
@@ -358,7 +358,7 @@ class ChunkLoader:
         return self._policy.unverified or self._cost_model.worth_reusing(share)
 
     def _chunk_ends(self, session: Session, sequence: Sequence) -> list[int]:
-        """Compute the prompt's chunk boundaries, for a daemon with a remote tier; empty without one."""
+        """Compute the prompt's chunk boundaries for a daemon with a remote tier; empty without a remote tier."""
         if not session.remote:
             return []
         ends = self._policy.chunker.ends(sequence.tokens, document_marks(sequence))
@@ -369,7 +369,8 @@ class ChunkLoader:
     def _match_timeout(self, session: Session, tokens: int) -> float:
         """Compute the timeout of a Match, in seconds.
 
-        It includes the time to read ``tokens`` tokens from disk, and with a remote tier their prefill time.
+        It includes the time to read ``tokens`` tokens from disk. With a remote tier it also includes their prefill
+        time.
         """
         afar = tokens * self._cost_model.prefill_seconds_per_token if session.remote else 0.0
         return self._timeout + tokens * self._token_bytes / _DISK_BYTES_PER_SECOND + min(afar, _MAX_REMOTE_SECONDS)
@@ -383,9 +384,9 @@ def document_marks(sequence: Sequence) -> DocumentMarks:
 def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:
     """Find the prefix after which a save continues: it ends with the last chunk that matched completely.
 
-    Nodes that share chunks must use the same boundaries, ``cuts``. With them, the save continues after the last chunk
-    up to which all boundaries agree: other nodes would find neither a chunk with another boundary nor the chunks after
-    it, so these tokens are stored again. ``matches`` begin after ``passed`` tokens.
+    ``matches`` begin after ``passed`` tokens. Nodes that share chunks must use the same boundaries, ``cuts``. With
+    ``cuts``, the save continues after the last chunk up to which all boundaries agree. Other nodes would find neither a
+    chunk with another boundary nor the chunks after it, so the save stores the tokens of all these chunks again.
     """
     tokens, last, covered, shared = 0, b"", passed, True
     for n, match in enumerate(matches):

@@ -106,7 +106,7 @@ class ChunkSaver:
     ) -> StoredPrefix | None:
         """Save the whole chunks of a running sequence's snapshot; return the stored prefix.
 
-        None if values are not finite: this is checked here because the sampler has not checked their logits yet.
+        None if a value is not finite. The check is needed because the sampler has not yet checked the tokens' logits.
         """
         table, pool, stored = snapshot.table, snapshot.pool, snapshot.stored
         if stored.tokens < table.first_valid_token:
@@ -118,7 +118,7 @@ class ChunkSaver:
 
 
 class _SnapshotSource:
-    """Source of a snapshot's chunks, for ``store_chunks``; only chunks that end within its tokens."""
+    """Source of a snapshot's chunks for ``store_chunks``. It omits chunks that end behind the snapshot's tokens."""
 
     def __init__(
         self,

@@ -1,11 +1,13 @@
 """KV connector to a cache daemon: loads sequences before they run, saves finished ones.
 
-Lookups, copies and saves run on separate threads, so that no request waits for another one's work. A small pool of
-threads looks up prompts, because a Match may wait for a disk or the remote tier. One thread copies found chunks in
-order of arrival. One thread saves, and yields to copies. A save is urgent and does not yield if a load of a prompt with
-the same first tokens waits for it: a finished request is saved before the next turn of its conversation is looked up.
-Another thread saves chunks that are streamed to another host; no load waits for it, and it drops saves that the network
-is too slow for. No failure here fails a request: the connector counts and logs it, and the engine computes the prompt.
+Lookups, copies and saves run on separate threads, so that no request waits for another one's work. No failure
+here fails a request: the connector counts and logs the failure, and the engine computes the prompt.
+
+- A small pool of threads looks up prompts, because a Match may wait for a disk or the remote tier.
+- One thread copies found chunks, in order of arrival.
+- One thread saves, and pauses while copies run. A load waits for saves of sequences with the same first tokens, so that
+  the next turn of a conversation finds the previous turn. Such a save is urgent and does not pause.
+- Another thread sends chunks to a daemon on another host. No load waits for it; it drops saves if the network is slow.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
 
-# A prompt whose prefix is in the pool is looked up only if at least this many of its tokens are not in the pool.
+# A prompt with a prefix in the pool is looked up only if at least this many of its tokens are not in the pool.
 _MIN_UNCACHED_TOKENS = 64
 # Maximum queued saves to another host.
 _MAX_QUEUED_SENDS = 4
@@ -100,7 +102,7 @@ class DaemonConnector:
 
     @property
     def verdict(self) -> pb.ReuseVerdict | None:
-        """Verdict on approximate reuse of the model without adapters; None without one, and without a session."""
+        """Verdict on approximate reuse of the model without adapters; None without a verdict or without a session."""
         session = self._daemons[b""].session
         return None if session is None else session.verdict
 
@@ -113,7 +115,7 @@ class DaemonConnector:
             session.verdict = verdict
 
     def store_verdict(self, verdict: pb.ReuseVerdict) -> None:
-        """Use a verdict, and store it in the daemon. If the daemon cannot store it, this is logged."""
+        """Use a verdict, and store it in the daemon. Logs an error of the daemon."""
         self.use_verdict(verdict)
         session = self._daemons[b""].session
         try:
@@ -158,7 +160,7 @@ class DaemonConnector:
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        # For a few uncached tokens, a lookup takes as long as their prefill.
+        # For a few uncached tokens, a lookup takes as long as the prefill.
         least = 2 if not sequence.kv.num_computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
         if found is None:
@@ -229,7 +231,7 @@ class DaemonConnector:
         return tokens
 
     def release_session(self, adapter: bytes, salt: bytes, name: str) -> int:
-        """Remove the chunks that a client's session alone used. Returns how many. Blocks; raises KVSidecarError."""
+        """Remove the chunks that only a client's session used; return their number. Blocks; raises KVSidecarError."""
         return self._daemons[adapter].release_group(salt, name)
 
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
@@ -275,7 +277,7 @@ class DaemonConnector:
         """Queue a save of ``tokens`` tokens; False if it would not pay."""
         executor = self._saves
         if not session.transport.zero_copy:
-            # Blocks stay allocated until they are sent: too expensive for tokens that a load would not pay for.
+            # A queued save keeps its blocks allocated until they are sent. Short saves are not worth these blocks.
             executor = self._sends
             if len(executor.jobs) >= _MAX_QUEUED_SENDS or not self._cost_model.load_pays(tokens):
                 return False
@@ -303,8 +305,8 @@ class DaemonConnector:
             self._finish_load(load)
         if not looked_up:
             sequence.set_miss(MISS_UNAVAILABLE)
-        load.finished.wait()  # a copy that fails is the reason itself
-        self._explain(sequence, known_tokens, load.answer)  # beside the prefill
+        load.finished.wait()  # a failed copy sets the reason of the miss itself
+        self._explain(sequence, known_tokens, load.answer)  # while the prefill runs
 
     def _explain_later(self, sequence: Sequence) -> None:
         if not sequence.miss.done():
@@ -359,8 +361,9 @@ class DaemonConnector:
     def _guard(self, sequence: Sequence, session: Session | None = None) -> Iterator[tuple[Session, bytes] | None]:
         """Yield the sequence's session and tenant root; count and log failures instead of raising them.
 
-        A failure is attributed to ``session``, by default the yielded one. A timeout or a refused call does not end the
-        session: the daemon undoes a call that timed out, and a refused call changed nothing. Any other failure ends it.
+        A failure is attributed to ``session``; without one, to the yielded session. A timeout or a refused call does
+        not end the session: the daemon undoes a call that timed out, and a refused call changed nothing. Any other
+        failure ends the session.
         """
         found = self._session(sequence)
         if session is None and found is not None:
@@ -392,6 +395,6 @@ class DaemonConnector:
 
 
 def _share_head(a: list[int], b: list[int]) -> bool:
-    """True if two prompts have the same first tokens. The Bloom filter contains a hash of these only."""
+    """True if two prompts share their first tokens: the tokens whose hash the Bloom filter contains."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]

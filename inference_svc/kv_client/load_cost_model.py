@@ -4,11 +4,11 @@ from __future__ import annotations
 
 _EWMA_WEIGHT = 0.1
 _RETRY_EVERY = 16
-# A load of fewer tokens measures the fixed cost of a load, a longer one the cost per token.
+# A load of fewer tokens measures the fixed cost of a load; a load of more tokens measures the cost per token.
 _MIN_PER_TOKEN_LOAD = 256
 # A prefill of fewer tokens takes as long as any step, so it does not measure the cost per token.
 _MIN_PREFILL = 32
-# The cache is bypassed only if loading takes longer than prefill by more than this.
+# The cache is bypassed only if loading takes longer than prefill by more than this margin.
 _MARGIN_SECONDS = 0.01
 # A load is abandoned after this multiple of the prefill time, but not before the minimum.
 _TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 2.0, 1.0
@@ -31,10 +31,10 @@ class LoadCostModel:
     def record_load(self, tokens: int, seconds: float) -> None:
         """Record a load.
 
-        A load that was tried although the model advised against it replaces the average that it measures.
+        A load that was tried against the model's advice replaces the moving average instead of updating it.
 
-        A load that is slower than prefill counts only if the load before it was slow, too, because a single slow load
-        may be an outlier of a disk.
+        Otherwise a load that is slower than prefill counts only if the previous load was slow, too: a single slow load
+        may be an outlier of the disk.
         """
         if self._prefill_per_token is None or not tokens:
             return
@@ -51,7 +51,7 @@ class LoadCostModel:
             self._load_per_token = _moving_average(None if stale else self._load_per_token, each)
 
     def reset_loads(self) -> None:
-        """Reset load times, which were measured with another daemon process."""
+        """Forget the load times, which were measured with another daemon process."""
         self._load_fixed = self._load_per_token = None
         self._last_was_slow = False
 
@@ -70,8 +70,8 @@ class LoadCostModel:
     def seconds_per_token(self, tokens: int, seconds: float) -> float:
         """Prefill seconds per token, from a prefill of ``tokens`` tokens in ``seconds``.
 
-        If the tokens are too few to measure, it is the average of other prefills; without one, ``seconds`` divided by
-        ``_MIN_PREFILL``.
+        If the tokens are too few to measure, it returns the average of other prefills. Without other prefills, it
+        returns ``seconds`` divided by ``_MIN_PREFILL``.
         """
         if tokens < _MIN_PREFILL and self._prefill_per_token is not None:
             return self._prefill_per_token
@@ -89,7 +89,7 @@ class LoadCostModel:
         return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self._prefill_per_token * tokens)
 
     def load_pays(self, tokens: int) -> bool:
-        """False if loading ``tokens`` tokens is clearly slower than their prefill."""
+        """False if loading ``tokens`` tokens takes clearly longer than their prefill."""
         if self._prefill_per_token is None:
             return True
         return self.load_seconds(tokens) <= self._break_even_seconds(tokens)

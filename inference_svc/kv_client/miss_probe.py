@@ -1,4 +1,4 @@
-"""Finds the reason of a sequence's miss, beside its prefill."""
+"""Miss probe: finds the reason of a sequence's miss during its prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE
 from inference_svc.sequence.sequence import Sequence
 
 MISS_REUSE_OFF = "reuse_off"
-# Tokens, and their share of the missing ones, from which text that is stored elsewhere is the reason of a miss.
+# Text behind another prefix is the reason of a miss if it has this many tokens and this share of the missing tokens.
 _MIN_STORED_TOKENS, _MIN_STORED_SHARE = 32, 0.25
 _MIN_CHUNK_TOKENS = 8
 _TEXT_KINDS = (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_DIFFERS)
@@ -35,9 +35,9 @@ class MissProbe:
         known_tokens: int,
         answer: pb.MatchResponse | None = None,
     ) -> None:
-        """Set the reason that a lookup's answer has. Without an answer, send a probe, which leases nothing.
+        """Set the reason of the miss from a lookup's ``answer``. Without an answer, send a probe, which leases nothing.
 
-        The pool has ``known_tokens`` of the prompt.
+        The pool already has the prompt's first ``known_tokens`` tokens.
         """
         tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
         if answer is None:
@@ -60,7 +60,7 @@ class MissProbe:
     def _is_stored_behind_other_text(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], miss: pb.MissReason
     ) -> bool:
-        """True if a large part of the missing tokens is probably stored behind other text, and may not be used."""
+        """True if many missing tokens are probably stored behind another prefix, and relocation is not allowed."""
         if miss.kind not in _TEXT_KINDS or self._policy.key_rotation is None or session.summary is None:
             return False
         if self._loader.allows_relocation(session, sequence):

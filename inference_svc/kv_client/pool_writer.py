@@ -21,8 +21,8 @@ class PoolWriter:
     def write(self, arriving: Iterable[Sequence[ChunkPlacement]], accept: Callable[[LoadedLayers], bool]) -> bool:
         """Write placements as they arrive; return False if ``accept`` ended the load.
 
-        ``accept`` gets each group of layers that is in the pool, or enqueued on a device. When this method returns or
-        raises, no device writes to the pool any more.
+        ``accept`` gets each group of layers as soon as the group is in the pool or its copy is enqueued on a device.
+        When this method returns or raises, no device writes to the pool any more.
         """
         enqueued: list[LoadedLayers] = []
         try:

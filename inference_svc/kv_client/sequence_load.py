@@ -21,7 +21,7 @@ class SequenceLoad:
     def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
         self.sequence, self.pool = sequence, pool
         self.finished = threading.Event()
-        self.answer: MatchResponse | None = None  # of the lookup
+        self.answer: MatchResponse | None = None  # the daemon's answer to the lookup
         self._done, self._lock = done, threading.Lock()
         self._claimed = self._reported = False
 

@@ -1,7 +1,8 @@
 """Window plan: the tokens of a stored prefix to load with sliding windows.
 
-If all layers have a window, a sequence has blocks for about one window, and the load moves them to the end of the
-prefix. If only some layers have a window, the other layers load the tokens before it, too.
+If all layers have a window, a sequence has blocks for about one window only, and the load moves these blocks to the end
+of the prefix. If only some layers have a window, the layers without a window also load the tokens before the
+window.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def plan_window(
     if found <= computed or not pool.max_window:
         return WindowPlan(found, computed, table)
     if found > table.tokens:
-        # The table has blocks for one window only: the blocks behind the computed tokens move to the prefix's end.
+        # The table has blocks for one window only, so its blocks behind the computed tokens move to the prefix's end.
         at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
         seen = pool.first_visible(found)
         for start in (min(seen, pool.round_to_step(seen if save_from is None else save_from)), seen):

@@ -1,7 +1,7 @@
 """Block allocator: free and reference-counted blocks of the KV pool.
 
 The allocator counts the block tables that refer to each block. Tables share only whole blocks of computed tokens, and a
-sequence writes only behind its computed tokens. So the copy of copy-on-write happens once, when sharing begins. If all
+sequence writes only behind its computed tokens. Therefore copy-on-write copies only once, when sharing begins. If all
 layers have a sliding window, blocks behind the window are freed; their entries in the block table stay, as UNMAPPED.
 """
 
@@ -49,7 +49,7 @@ class BlockAllocator:
         return table
 
     def allocate_overflow(self, tokens: int) -> BlockTable | None:
-        """Allocates overflow blocks for ``tokens`` tokens, without disk blocks; None if too few are free."""
+        """Allocates overflow blocks for ``tokens`` tokens; None if too few are free. Allocates no space on the disk."""
         table = BlockTable(in_overflow=True)
         pages = -(-tokens // PAGE_TOKENS)
         if pages > self.free_overflow_pages:
@@ -122,7 +122,10 @@ class BlockAllocator:
         table.ranges[:] = kept
 
     def release_prefix(self, table: BlockTable, tokens: int) -> None:
-        """Frees the blocks of the first ``tokens`` tokens (a multiple of WINDOW_STEP): no layer sees them again."""
+        """Frees the blocks of the first ``tokens`` tokens, which no layer will read again.
+
+        ``tokens`` is a multiple of WINDOW_STEP.
+        """
         if tokens <= table.num_released:
             return
         gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
@@ -154,7 +157,7 @@ class BlockAllocator:
         return int(held.sum())
 
     def count_exclusive_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
-        """Number of pool blocks that freeing this table frees, if ``also`` is freed too."""
+        """Number of pool blocks that become free if this table, and ``also`` if given, are freed."""
         if table.in_overflow:
             return 0
         references = self._references

@@ -1,6 +1,6 @@
 """Block table: the pool blocks of one sequence.
 
-Identifiers say page for block.
+In identifiers of this package, ``page`` means a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 PAGE_TOKENS = 32
 # Key block of torch's attention on CPUs, in keys; see model_runner/attention.py.
 KEY_BLOCK = 512
-# First block number of a range whose blocks were released.
+# Replaces the first block number of a range whose blocks were released.
 UNMAPPED = -1
 
 
@@ -86,7 +86,7 @@ class BlockTable:
     def shift(self, at: int, to: int) -> BlockTable:
         """Returns a table in which the blocks from token ``at`` on begin at token ``to``.
 
-        ``at`` and ``to`` are block boundaries. The range in between is UNMAPPED.
+        ``at`` and ``to`` are block boundaries. The tokens from ``at`` to ``to`` are UNMAPPED.
         """
         before, out = at // PAGE_TOKENS, BlockTable(first_valid_token=to, in_overflow=self.in_overflow)
         behind: list[tuple[int, int]] = []

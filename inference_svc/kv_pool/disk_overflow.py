@@ -1,13 +1,14 @@
 """Disk overflow: a mapped file that extends the pool's tensors for long sequences.
 
-The pool stores the keys (or values) of one head slot after slot. So each head of each layer has one strip of the
-address range: first the slots in memory, then the slots in the file, which is mapped there. Attention reads both in the
-same way, and no answer depends on the location of its blocks. The kernel's page cache decides which parts of the file
-are in memory; under memory pressure, also at the limit of a control group, the kernel evicts them.
+The keys (or values) of each head are contiguous in the pool, ordered by slot. So each head of each layer has one strip
+of the address range: first the slots in memory, then the slots in the file, which is mapped there. Attention reads both
+kinds of slots in the same way, and no answer depends on the location of its blocks. The kernel's page cache decides
+which parts of the file are in memory. Under memory pressure, including the limit of a control group, the kernel evicts
+parts.
 
-The file has no name, so it ends with the process. Only KV blocks in use have disk blocks. ``reserve_disk`` allocates
-these before any write (``fallocate``), so that a full disk is an error and not a SIGBUS. ``release`` frees them; the KV
-blocks then read as zeros.
+The file has no name, so the system removes it when the process ends. Only KV blocks in use have disk blocks.
+``reserve_disk`` allocates disk blocks (``fallocate``) before any write, so that a full disk is an error and not a
+SIGBUS. ``release`` frees the disk blocks; the KV blocks then read as zeros.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
 class DiskOverflow:
-    """Tensors with first slots in memory and last slots in a file.
+    """Tensors whose first slots are in memory and whose last slots are in a file.
 
-    Only the engine's thread calls it; other threads may read and write the tensors. ``keys`` and ``values`` have the
-    pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages`` blocks are in memory, followed by
-    padding. The file has ``pages`` blocks, from block ``first_page`` on.
+    Only the engine's thread calls the methods; other threads may read and write the tensors. ``keys`` and ``values``
+    have the pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages`` blocks are in memory,
+    followed by padding. The file has ``pages`` blocks, from block ``first_page`` on.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class DiskOverflow:
     ) -> None:
         """Creates the file in ``folder``, without disk blocks.
 
-        Raises ConfigurationError, also if the file system cannot allocate disk blocks ahead of writes.
+        Raises ConfigurationError if the folder is unusable, or if its file system cannot allocate disk blocks.
         """
         self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
         # Number of KV blocks that share a disk block; 1 unless KV blocks are smaller than disk blocks.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # the file system refused to free disk blocks; logged once
-        self._users: dict[int, set[int]] = {}  # groups with disk blocks, and the KV blocks in use of each
+        self._users: dict[int, set[int]] = {}  # maps each group with disk blocks to its KV blocks in use
         self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
         self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
         self.pages = self._whole(-(-tokens // PAGE_TOKENS))
@@ -99,7 +100,7 @@ class DiskOverflow:
     def reserve_disk(self, page: int, pages: int) -> None:
         """Allocates disk blocks for KV blocks before they are written.
 
-        Raises OverflowFailed, with nothing changed.
+        Raises OverflowFailed if the disk is full; then no KV block gets disk blocks.
         """
         used = range(page - self.first_page, page - self.first_page + pages)
         fresh = [g for g in range(used[0] // self._group, used[-1] // self._group + 1) if g not in self._users]
@@ -107,7 +108,7 @@ class DiskOverflow:
             for groups in runs_of(fresh):
                 self._change(_KEEP_SIZE, groups)
         except OSError as error:
-            # If the file system refuses to free them, the new disk blocks read as zeros; the next owner uses them.
+            # If the file system refuses to free the new disk blocks, they read as zeros; the next owner uses them.
             for groups in runs_of(fresh):
                 with contextlib.suppress(OSError):
                     self._change(_KEEP_SIZE | _PUNCH_HOLE, groups)
@@ -136,7 +137,7 @@ class DiskOverflow:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _whole(self, pages: int) -> int:
-        """Rounds up a number of KV blocks. Every strip then fills whole memory pages and disk blocks."""
+        """Rounds up a number of KV blocks so that every strip fills whole memory pages and disk blocks."""
         each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
         each = math.lcm(each, self._group)
         return -(-pages // each) * each
@@ -158,7 +159,7 @@ class DiskOverflow:
         _fallocate(self._file, _KEEP_SIZE | _PUNCH_HOLE, 0, mmap.PAGESIZE)
 
     def _mapped(self, first: int, strips: int) -> ctypes.Array[ctypes.c_char]:
-        """Maps memory for strips, and a part of the file at the end of each."""
+        """Maps ``strips`` strips: the first part of each is memory, the last part is in the file."""
         size, head = strips * self._head_bytes, self.first_page * self._page_bytes
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         start = _mmap(0, size, private, -1, 0)
@@ -172,8 +173,8 @@ class DiskOverflow:
     def _take_blocks(self, units: range, each: int) -> None:
         """Frees the disk blocks of ``units`` of ``each`` bytes in every strip, by punching holes.
 
-        If the file system refuses (a copy-on-write one may, when it is full), the units are zeroed and keep their disk
-        blocks for the next owner: no KV block is lost, and none shows an earlier sequence's contents.
+        A copy-on-write file system may refuse when it is full. Then the method zeroes the units, which keep their disk
+        blocks for the next owner. No KV block is lost, and no KV block shows an earlier sequence's contents.
         """
         at, size = units.start * each, len(units) * each
         for strip in range(self._strips):
@@ -204,7 +205,7 @@ def _mmap(at: int, size: int, flags: int, handle: int, offset: int) -> int:
 
 
 def _fallocate(handle: int, mode: int, at: int, size: int) -> None:
-    """Calls fallocate(2), again after an interrupt. Raises OSError."""
+    """Calls fallocate(2), and repeats the call after an interrupt. Raises OSError."""
     while _libc.fallocate(handle, mode, at, size):
         number = ctypes.get_errno()
         if number != errno.EINTR:

@@ -5,7 +5,7 @@ one is free, because torch's attention reads a contiguous range in place and mus
 read scattered blocks directly. The block after the last one is for padding rows.
 
 The pool may have a disk overflow (``overflow``) for sequences larger than the pool. All blocks of such a sequence are
-in the overflow, and blocks of no other sequence.
+in the overflow; other sequences have no blocks there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, 
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.zeroed_tensors import populate, zeros
 
-# Blocks behind a sliding window are freed in units of this many tokens: our kernels read keys in units of 64, and must
+# Blocks behind a sliding window are freed in units of this many tokens. Our kernels read keys in units of 64 and must
 # not read a freed key.
 WINDOW_STEP = 64
 
 
 class DeviceAttention(Protocol):
-    """Our attention kernels on a pool's device. A batch is a ``ForwardBatch``, a type of a higher layer."""
+    """Our attention kernels on a pool's device. A batch is a ``ForwardBatch``, which this package may not import."""
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -62,8 +62,11 @@ class KVPool(BlockAllocator):
         windows: Sequence[int | None] = (),
         overflow: DiskOverflow | None = None,
     ) -> None:
-        """``windows``: for each layer, the number of last keys that a row sees, its own included; None for all keys.
-        With an ``overflow``, which must have ``tokens`` tokens in memory, the pool uses the overflow's tensors."""
+        """Allocates the keys and values, or uses the tensors of an ``overflow``.
+
+        ``windows``: for each layer, the number of last keys that a row sees, including its own; None for all keys. An
+        ``overflow`` must have ``tokens`` tokens in memory.
+        """
         super().__init__(max(1, tokens // PAGE_TOKENS), overflow)
         self.windows = tuple(windows)
         # Largest window of any layer, in keys; 0 if no layer has a window.
@@ -82,7 +85,7 @@ class KVPool(BlockAllocator):
             self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
         else:
             self.keys, self.values = overflow.keys, overflow.values
-        # The system makes the memory pages on a thread, before a request needs them and without delaying the start.
+        # A thread makes the memory pages resident before requests need them, so that the start does not wait.
         populate([head for tensor in (self.keys, self.values) for layer in tensor for head in layer[:, :end]])
 
     @cached_property
@@ -112,7 +115,7 @@ class KVPool(BlockAllocator):
     def first_visible(self, position: int) -> int:
         """First token that windowed layers see from ``position - 1``, rounded down to a multiple of WINDOW_STEP.
 
-        It is seen from ``position - 1`` because a request that shares a prompt computes the prompt's last token again.
+        The reference is ``position - 1`` because a request that shares a prompt computes the prompt's last token again.
         """
         return self.round_to_step(max(0, position - self.max_window)) if self.max_window else 0
 
@@ -122,7 +125,7 @@ class KVPool(BlockAllocator):
         return tokens // WINDOW_STEP * WINDOW_STEP
 
     def covers_window(self, table: BlockTable, tokens: int) -> bool:
-        """True if a table has all keys that the row after ``tokens`` sees."""
+        """True if a table has all keys that the row after the first ``tokens`` tokens sees."""
         return table.first_valid_token <= max(0, tokens + 1 - self.max_window)
 
     def copy(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:

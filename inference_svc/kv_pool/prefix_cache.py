@@ -18,7 +18,7 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 TokenArray = NDArray[np.uint32]
-# The engine computes a shorter shared prefix again.
+# Minimum length of a shared prefix; the engine computes shorter prefixes again.
 MIN_SHARED_TOKENS = PAGE_TOKENS
 
 
@@ -42,7 +42,7 @@ class StoredPrefix:
 
     tokens: int = 0
     prefix_hash: bytes = b""
-    covered: int = 0  # matched tokens, including a partly matching last chunk
+    covered: int = 0  # number of stored tokens, including a partly used chunk behind ``tokens``
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class PrefixCache:
         return found, longest
 
     def insert(self, entry: CachedSequence) -> None:
-        """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of it."""
+        """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of this sequence."""
         if not self._max:
             self._pool.free(entry.table)
             return
@@ -116,7 +116,7 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
 
     def drop_corrupt(self, scope: CacheScope, tokens: TokenArray) -> None:
-        """Drops entries that begin with ``tokens``. Zeroes their blocks, except blocks of other tables."""
+        """Drops entries that begin with ``tokens``. Zeroes their blocks, except blocks that other tables share."""
         for key, entry in list(self._entries.items()):
             if entry.scope == scope and common_prefix(entry.tokens, tokens) == len(tokens):
                 self._pool.zero_exclusive(entry.table)
@@ -131,7 +131,7 @@ class PrefixCache:
         return self._entries.pop(id(entry)).table
 
     def evict(self, in_overflow: bool = False) -> bool:
-        """Frees the least recently used entry in the pool or in its overflow; False if there is none."""
+        """Frees the least recently used entry, of the overflow if ``in_overflow``; False if there is no entry."""
         key = next((key for key, entry in self._entries.items() if entry.table.in_overflow == in_overflow), None)
         if key is None:
             return False
@@ -141,7 +141,7 @@ class PrefixCache:
     def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
         """Allocates disk blocks with ``KVPool.reserve_disk``.
 
-        While the disk is full, evicts entries in the overflow. Raises OverflowFailed when none is left.
+        While the disk is full, evicts entries in the overflow. Raises OverflowFailed when no entry is left.
         """
         while True:
             try:

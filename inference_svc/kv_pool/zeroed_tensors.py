@@ -19,9 +19,9 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14
-# Bytes per madvise call. A thread that maps or unmaps memory meanwhile waits for one call at most.
+# Bytes per madvise call. A thread that maps or unmaps memory at the same time waits for at most one call.
 _PIECE_BYTES = 8 << 20
-# Up to this size the pages are made at once: a thread would save no time.
+# Up to this size the caller itself makes the pages resident, because a thread would save no time.
 _AT_ONCE_BYTES = 32 << 20
 
 
@@ -40,8 +40,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def populate(parts: Sequence[torch.Tensor]) -> threading.Thread | None:
     """Makes the pages of contiguous tensors resident, and keeps their contents.
 
-    Returns the thread that does it; None for small tensors, whose pages are resident at return. Systems without
-    MADV_POPULATE_WRITE have no thread either: there it writes zeros, so the tensors must contain only zeros.
+    Returns the thread that makes the pages resident. Returns None if the pages are resident already: this holds for
+    small tensors, and on systems without MADV_POPULATE_WRITE. Such systems need a write, so the tensors are zeroed.
     """
     if not _made(parts[0], 1):
         for part in parts:

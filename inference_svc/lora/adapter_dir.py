@@ -1,6 +1,6 @@
 """Adapter folder: required files, configuration and tensor shapes.
 
-Imports no torch, so that commands can check adapters without loading it.
+Imports no torch, so that commands can check adapters without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.lora.peft_config import CONFIG, PeftConfig, read_peft_config
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 MAX_HEADER_BYTES = 100 << 20
-# Maximum bytes per element in the layout of the kernels: float32, in a fused layer of three linears.
+# Maximum bytes of one stored element in memory: float32, tripled because a fused layer joins up to three linears.
 _ELEMENT_BYTES = 4 * 3
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
 

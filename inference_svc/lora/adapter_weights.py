@@ -1,4 +1,4 @@
-"""Adapter weights, read for a model and checked against its layers, and their part of the cache namespace."""
+"""Adapter weights: read, checked against a model's layers, and hashed for the namespace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from inference_svc.lora.adapter_dir import MAX_HEADER_BYTES, WEIGHTS, AdapterDir
 from inference_svc.lora.peft_config import CONFIG, PatternRefused
 from inference_svc.models.meta_model import build_meta_model
 
-# Part of fingerprints. Raise the number when a change of the code changes the bits of an adapter's products, so that
-# older chunks are not reused.
+# Part of fingerprints. Raise the number when a code change alters the bits of an adapter's products: chunks with the
+# old number are then not reused.
 _PURPOSE = b"kvsidecar/lora/1"
 _LAYERS = "model.layers."
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,7 +40,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """Weights of an adapter for a model with these ``linears``.
+    """Weights of an adapter for a model whose linear layers are ``linears``.
 
     ``fingerprint`` depends only on the weights, not on the adapter's name or folder.
     """
@@ -92,7 +92,7 @@ def _read(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
         size = (folder.path / WEIGHTS).stat().st_size
         if size > folder.max_bytes + MAX_HEADER_BYTES:
             raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
-        # Not memory-mapped: if another process truncated the file, a mapped read would kill this one (SIGBUS).
+        # Not memory-mapped: if another process truncated the file, a mapped read would kill this process.
         tensors = load((folder.path / WEIGHTS).read_bytes())
         for path in sorted(pairs):
             down, up = (tensors[key] for key in pairs[path])

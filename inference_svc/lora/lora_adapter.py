@@ -1,8 +1,8 @@
 """LoRA adapter in memory: two low-rank products per changed linear layer.
 
-The layer's own weight is not modified; it may be quantized, or streamed from a file. So one batch may contain rows of
-the model and of several adapters (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the layer's product
-is computed for all rows, then each adapter's products for the rows of that adapter.
+The layer's own weight is not modified; the weight may be quantized, or streamed from a file. So one batch may contain
+rows of the model and of several adapters (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023). The layer's
+product is computed for all rows, then each adapter's products are computed for the rows of that adapter.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def place_adapter(
 ) -> LoraAdapter:
     """Build an adapter's products in the model's dtype, on its device.
 
-    ``together`` maps the name of each fused product to the paths (within a layer) of its linears. Each other linear is
-    one product, named by its path.
+    ``together`` maps the name of each fused product to the paths (within a layer) of its linears. Every other linear is
+    a product of its own, named by its path.
     """
     named = {path: name for name, paths in together.items() for path in paths}
     wanted: set[Place] = set()

@@ -24,7 +24,7 @@ _MAX_RANK, _MAX_FILE_BYTES = 1024, 1 << 20
 _MAX_MATCH_SECONDS, _MAX_PATTERNS, _MAX_PATTERN_LENGTH = 5.0, 1024, 1024
 # The first number in a module's path is its layer number.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-# Settings that need more than two additional matrices per linear layer.
+# Unsupported settings, and the reason for each.
 _REFUSED = {
     "alora_invocation_tokens": "it changes only what follows certain tokens (activated LoRA)",
     "arrow_config": "it routes between adapters",
@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = {
     "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "unsloth_fixed", "velora_config",
 }  # fmt: skip
-# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the model's own weights.
+# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) are refused: they also change the model's own weights.
 _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -110,13 +110,13 @@ class PeftConfig(BaseModel):
         return number == wanted if isinstance(wanted, int) else number in wanted
 
     def _matches(self, wanted: list[str] | str, path: str) -> bool:
-        """True if a path matches. A regular expression must match all of it, a name in a list the path or its end."""
+        """True if a path matches: a regular expression must match the whole path, a listed name the path or its end."""
         if isinstance(wanted, str):
             return self._match(wanted, path) is not None
         return any(path == name or path.endswith(f".{name}") for name in wanted)
 
     def _key(self, patterns: dict[str, Any], path: str) -> str:
-        """First pattern that matches the end of a path; empty for none."""
+        """First pattern that matches the end of a path; empty if no pattern matches."""
         return next((pattern for pattern in patterns if self._match(rf"(.*\.)?({pattern})", path)), "")
 
     def _match(self, expression: str, path: str) -> Any:

@@ -4,9 +4,9 @@ The batch takes the place of the attention mask: every supported model passes th
 
 Batch invariance (CPU): a row's output must not depend on the other rows of its batch, because a cache hit would then
 change the answer. Our kernels guarantee this. Without them, torch's attention is used. On a CPU it gives a row the same
-bits if the number of query rows is a multiple of 4 and the number of keys a multiple of 512 (its key block); this
-module pads both, and masked keys contribute exact zeros. In short segments, the query heads that share a key head are
-packed into rows: with seven such heads, one pass over the keys (of eight rows) replaces seven.
+bits if the number of query rows is a multiple of 4 and the number of keys is a multiple of 512 (its key block). This
+module pads both numbers; masked keys contribute exact zeros. In short segments, the query heads that share a key head
+are packed into rows: seven such heads and one padding row read the keys once instead of seven times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACK_ROWS = 128
 
 
 class ProjectionDone(Exception):
-    """Signal that ends a layer of a ``project_only`` batch after its projections."""
+    """Ends a layer of a ``project_only`` batch after its projections."""
 
 
 def _keys_values(batch: ForwardBatch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def _keys_values(batch: ForwardBatch, segment: Segment, layer: int) -> tuple[Ten
 
 
 def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Tensor:
-    """Additive mask ``[rows * group, padded to ROW_MULTIPLE; padded keys]``; built once per forward."""
+    """Additive mask ``[rows * group, padded keys]``, with rows padded to ROW_MULTIPLE; built once per forward."""
     found = segment.masks.get((group, window))
     if found is not None:
         return found
@@ -71,7 +71,7 @@ def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor)
 def _rows_mask(segment: Segment, window: int | None, like: Tensor) -> Tensor:
     """Additive mask ``[rows, padded keys]``."""
     mask = torch.zeros(segment.rows, segment.padded, dtype=like.dtype, device=like.device)
-    # All rows of a segment of consecutive rows see the keys before this one.
+    # If the segment's rows are consecutive and no window hides keys, all rows see the keys before ``first``.
     first = segment.start + 1 if segment.positions is None and window is None else 0
     key = torch.arange(first, segment.padded, device=like.device)
     if segment.positions is None:
@@ -123,7 +123,7 @@ def _attend(
 def _soft_capped(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, group: int
 ) -> Tensor:
-    """Computes attention with ``softcap * tanh(scores / softcap)`` (Gemma 2). In float32, as the eager model."""
+    """Computes attention with ``softcap * tanh(scores / softcap)`` (Gemma 2) in float32, like the eager model."""
     if group > 1:
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale

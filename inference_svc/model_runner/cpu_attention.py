@@ -19,7 +19,7 @@ assert PAGE_TOKENS == cpu_attention.PAGE
 
 
 def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = None) -> Attention:
-    """Prepares the attention of all layers of a batch: finds the blocks once."""
+    """Prepares the attention of all layers of a batch, which use the same blocks."""
     beyond = batch.pool.padding_slot
     rows = [cpu_attention.SequenceRows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
     pool = batch.pool
@@ -52,10 +52,10 @@ def attend(
 
 
 def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
-    """Returns the first slot of each block of a segment's keys. Padded to whole units of the kernel.
+    """Returns the first slot of each block of a segment's keys, padded to whole units of the kernel.
 
-    Padding and released blocks have the slot ``beyond``, the pool's padding: the kernel multiplies these values by
-    zero, and another sequence's values may be NaN, which times zero is NaN.
+    Padding and released blocks have the slot ``beyond``, the pool's padding, because the kernel multiplies the values
+    there by zero. Values of another sequence may be NaN, and NaN times zero is NaN.
     """
     tokens = cpu_attention.num_pages(segment.keys) * PAGE_TOKENS
     if segment.first_slot is not None:

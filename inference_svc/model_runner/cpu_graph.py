@@ -1,8 +1,8 @@
 """CPU graph: all fused layers in one native call, for few rows.
 
-When a small model decodes, Python between the kernels takes as long as the kernels. Here the kernel calls of a forward
-are built once, over static buffers; each forward then sets only the number of rows and the locations of their keys. It
-is the CPU's counterpart of CUDA graphs (``inference_svc.model_runner.cuda_graphs``).
+When a small model decodes, Python between the kernels takes as long as the kernels. A CPU graph therefore builds the
+kernel calls of a forward once, over static buffers. Each forward then sets only the number of rows and the locations of
+their keys. A CPU graph is the CPU's counterpart of CUDA graphs (``inference_svc.model_runner.cuda_graphs``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COPIES = MAX_BRANCHES - 1
 def can_capture(batch: ForwardBatch) -> bool:
     """True if a batch needs no Python between its kernels.
 
-    That is: few rows, and no adapters, loading layers or observer.
+    Such a batch has few rows, no adapters, no layers that are still being loaded, and no observer.
     """
     copies = 0 if batch.copies is None else len(batch.copies.lines)
     silent = not batch.adapted and not batch.gates and batch.observer is None
@@ -103,7 +103,7 @@ class CpuGraph:
     def run(self, hidden: Tensor, batch: ForwardBatch, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Computes all layers and the final norm. ``angles``: cosines and sines ``[rows, dim]``.
 
-        Returns ``[capacity, hidden]``, valid until the next run; the first rows are the batch's.
+        Returns ``[capacity, hidden]``, valid until the next run. The batch's rows come first.
         """
         count = len(hidden)
         self._hidden[:count] = hidden
@@ -122,7 +122,7 @@ class CpuGraph:
 
 
 class NotCapturable(Exception):
-    """Some product of a layer does not use our kernels."""
+    """The layers cannot be captured, because our kernels do not compute one of their products."""
 
 
 def _product(of: LinearFn, x: Tensor, y: Tensor) -> KernelCall:

@@ -1,7 +1,7 @@
 """Attention of a batch by our CUDA kernels.
 
-One launch computes all sequences, and reads keys in place from scattered blocks of the pool. For kinds of batches where
-torch's attention is faster, torch's is used: ``select_cuda_attention`` times both when a worker starts.
+One launch computes all sequences, and reads keys in place from scattered blocks of the pool. Kinds of batches for which
+torch's attention is faster use torch's attention: ``select_cuda_attention`` times both when a worker starts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def find_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ker
 
 
 def build_index(batch: ForwardBatch) -> CudaIndex:
-    """Describes a batch to the kernels: each segment is one of their sequences.
+    """Describes a batch to the kernels, which see each segment as a sequence.
 
     If the keys of some segment are not contiguous, each key is listed by its slot, as a kernel page of one token.
     """

@@ -1,8 +1,9 @@
 """CUDA graphs: decode steps that are recorded once and then replayed.
 
 A replay runs no Python between kernels. A recorded step reads its rows from static buffers, and its launch parameters
-are fixed. They depend on the number of sequences and on the maximum number of keys, so both are rounded up to a power
-of two, with one recording per pair. Padding sequences compute a row in the pool's padding slot.
+are fixed. The launch parameters depend on the number of sequences and on the maximum number of keys. Both numbers are
+rounded up to a power of two, and each pair has one recording. Padding sequences compute a row in the pool's padding
+slot.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class GraphRecorder(Protocol):
 
 
 class DeviceRecorder:
-    """Records graphs of a device. All share one memory pool, so only one may be replayed at a time."""
+    """Records graphs of a device. All graphs share one memory pool, so only one may be replayed at a time."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -100,7 +101,7 @@ class _CapturedStep:
 class _Buffer:
     """Device memory that is filled from the host.
 
-    ``host`` may be written again after the device has used the last ``send``.
+    The caller may write ``host`` again after the device has executed the last ``send``.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -137,7 +138,7 @@ class CudaGraphs:
     def __call__(self, spans: list[SequenceSlice]) -> Tensor | None:
         """Computes logits ``[spans, vocabulary]`` of spans for which ``serves`` is true; valid until the next call.
 
-        None if the step cannot be recorded; ``serves`` is then always false.
+        Returns None if the step cannot be recorded; from then on ``serves`` is always false.
         """
         bucket = _power(len(spans), 1), _power(max(s.end for s in spans), _MIN_KEYS)
         recorded = self._recorded.get(bucket)

@@ -85,7 +85,7 @@ class Decoder:
 
     @torch.inference_mode()
     def place(self, weights: AdapterWeights) -> LoraAdapter:
-        """Builds an adapter for this decoder. Rows may name it after ``let_in``. Runs on any thread."""
+        """Builds an adapter for this decoder. Rows may use the adapter after ``let_in``. Runs on any thread."""
         return place_adapter(
             weights, {} if self._fused is None else fused_layer_weights.FUSED_LINEARS, self._dtype, self._device
         )
@@ -97,7 +97,7 @@ class Decoder:
         return adapter
 
     def let_in(self, adapter: LoraAdapter) -> None:
-        """Enables an adapter: rows may name it from now on. Must not run during a forward."""
+        """Enables an adapter: rows may use it from now on. Must not run during a forward."""
         if self._fused is None:
             self._hooks = self._hooks or LoraHooks(self._layers)
             self._hooks.install(adapter.pairs)
@@ -173,7 +173,7 @@ class Decoder:
         return self._fused.normalize(hidden)
 
     def form_of(self, layer: int) -> tuple[object, ...]:
-        """Describes the computation of a layer; equal for layers that differ only in their weights."""
+        """Returns a key of a layer's computation: layers that differ only in their weights have equal keys."""
         if self._fused is not None:
             return self._fused.form_of(layer)
         parts = self._layers[layer].named_modules()

@@ -8,14 +8,14 @@ from concurrent.futures import Future
 import torch
 from kvkernels.device.visible_devices import device_of, is_device
 
-# More than the work of a step takes.
+# Limit of the wait for a device that may hang. A step's enqueued work takes less time.
 _MAX_CHECK_SECONDS = 30.0
 
 
 class EngineLost(BaseException):
-    """Fatal error of an engine; no handler of a request's failure catches it.
+    """Fatal error that ends the engine's thread.
 
-    It ends the engine's thread.
+    It is a BaseException, so that no handler of a request's failure catches it.
     """
 
 

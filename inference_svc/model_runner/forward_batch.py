@@ -37,11 +37,11 @@ SEGMENT_ROWS = 128
 class Branch:
     """Branch of a draft tree: ``tokens`` at positions from ``start`` on.
 
-    The sampled rows of a slice are numbered: row 0 is the slice's last sampled or prompt token, then come the rows of
+    The sampled rows of a slice are numbered. Row 0 is the slice's last sampled or prompt token, then come the rows of
     the slice's own draft tokens, then the rows of its branches. The branch has the rows from ``first`` on and follows
     row ``behind``. ``table`` maps all keys that the branch sees. The branch owns the block in which it begins and the
-    blocks after it. ``copied`` are ``(row, slot)``: earlier rows of the same step whose keys and values are also
-    written to these slots of the branch's blocks.
+    blocks after that block. ``copied`` has ``(row, slot)`` pairs: the keys and values of these earlier rows of the step
+    are also written to these slots, which are in the branch's blocks.
     """
 
     tokens: list[int]
@@ -62,10 +62,10 @@ class Branch:
 class SequenceSlice:
     """Tokens of one sequence to compute in a step.
 
-    Their positions are ``start`` and the following ones, or the ascending ``positions``. ``table`` must contain the
-    keys and values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With
-    ``wants_logits`` it also computes logits for the last token. If the last ``num_drafted`` tokens are draft tokens, it
-    computes logits for these, for the token before them, and for all tokens of ``branches``.
+    The tokens have the positions from ``start`` on, or the ascending ``positions``. ``table`` must contain the keys and
+    values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With ``wants_logits``
+    it also computes logits for the last token. The last ``num_drafted`` tokens are draft tokens. If there are any, the
+    step computes logits for the draft tokens, for the token before them, and for all tokens of ``branches``.
     """
 
     tokens: list[int]
@@ -90,7 +90,7 @@ class SequenceSlice:
         return self.num_drafted + sum(len(branch.tokens) for branch in self.branches)
 
     def following(self, row: int) -> dict[int, int]:
-        """Maps the draft tokens that may follow a sampled row to their rows."""
+        """Maps each draft token that may follow a sampled row to the draft token's row."""
         found: dict[int, int] = {}
         if row < self.num_drafted:
             found[self.tokens[len(self.tokens) - self.num_drafted + row]] = row + 1
@@ -122,7 +122,7 @@ class SequenceSlice:
 class Segment:
     """Rows of one slice, at most SEGMENT_ROWS, and their keys.
 
-    The rows see ``keys`` keys, which are padded to ``padded``.
+    The rows see ``keys`` keys. Attention computes with ``padded`` keys, of which a mask hides the additional ones.
     """
 
     first_row: int
@@ -151,7 +151,7 @@ class CudaIndex:
 class SlotCopies:
     """Additional slots to which keys and values of rows are written.
 
-    ``lines [copies, rows]`` are slots, UNMAPPED for none.
+    ``lines [copies, rows]`` has the slot of each copy, or UNMAPPED where a row has no further copy.
     """
 
     lines: Tensor
@@ -188,7 +188,7 @@ class ForwardBatch:
     def pass_layer(self, layer: int) -> None:
         """Waits until a layer is loaded for all sequences of the batch. Raises LayerLoadFailed.
 
-        On a device, the current stream waits.
+        On a device, the current stream waits instead of the thread.
         """
         for gate in self.gates:
             ready = gate.pass_layer(layer)
@@ -291,7 +291,7 @@ def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
         logit_rows=torch.arange(len(batch.logit_rows), device=batch.logit_rows.device),
         real=batch.wanted,
         contiguous_slots=None,
-        copies=None,  # already written
+        copies=None,  # the layer's projections have already written them
         index=None,
         attention=None,
         adapted=_adapted(segments, batch.wanted),

@@ -16,10 +16,10 @@ from kvsidecar.errors import KVSidecarError
 
 from inference_svc.model_runner.engine_lost import EngineLost
 
-# A copy from memory that takes longer than this hangs. Its thread may still write to the blocks at any time, so the
-# blocks cannot be freed and the engine ends.
+# A copy from memory counts as hung after this time. Its thread may still write to the blocks at any time, so the blocks
+# cannot be freed and the engine ends.
 MAX_COPY_SECONDS = 60.0
-LAYER_GROUP = 8  # layers, at most
+LAYER_GROUP = 8  # maximum number of layers of a group
 
 
 class LayerLoadFailed(KVSidecarError):
@@ -27,9 +27,9 @@ class LayerLoadFailed(KVSidecarError):
 
 
 def group_layers(layers: int, layer_bytes: int) -> list[range]:
-    """Divide layers into groups that are loaded one after the other, of ``layer_bytes`` per layer.
+    """Divide layers of ``layer_bytes`` bytes each into groups that are loaded one after the other.
 
-    A group is one copy through a device's pinned memory, so larger loads have smaller groups.
+    A device copies a group through pinned memory of limited size, so larger layers form smaller groups.
     """
     size = min(LAYER_GROUP, max(1, BANK_BYTES // max(1, layer_bytes)))
     return [range(first, min(first + size, layers)) for first in range(0, layers, size)]
@@ -68,7 +68,7 @@ class LayerReadyEvent:
         return max(0.0, self._completed - self._made) * 1e3
 
     def open(self, layers: int, ready: Event | None = None) -> None:
-        """Marks the first ``layers`` layers as loaded, or as enqueued on a device that has then done ``ready``."""
+        """Marks the first ``layers`` layers as loaded; with ``ready``, as enqueued on a device until this event."""
         with self._changed:
             if layers == self._layers:
                 self._completed = time.perf_counter()
@@ -91,9 +91,9 @@ class LayerReadyEvent:
             self._changed.notify_all()
 
     def pass_layer(self, layer: int) -> Event | None:
-        """Waits until a layer is loaded or enqueued; returns the event of an enqueued one.
+        """Waits until a layer is loaded or enqueued on a device. For an enqueued layer, returns the event of its copy.
 
-        The caller's stream waits for the event before it reads the layer. Raises LayerLoadFailed, EngineLost.
+        The caller's stream must wait for the event before it reads the layer. Raises LayerLoadFailed, EngineLost.
         """
         if self._ready <= layer:
             self._wait(lambda: self._failed or self._ready > layer)

@@ -23,8 +23,8 @@ from inference_svc.lora.lora_adapter import LoraAdapter, Place
 class LoraRows:
     """Contiguous rows ``first`` to ``end`` of a batch that use one adapter.
 
-    ``padding`` is the number of zero rows that pad them to ROW_MULTIPLE. It is None if the batch has no other rows: the
-    batch itself is padded then.
+    ``padding`` is the number of zero rows that pad these rows to ROW_MULTIPLE. It is None if all rows of the batch use
+    the adapter, because the batch itself is padded then.
     """
 
     adapter: LoraAdapter

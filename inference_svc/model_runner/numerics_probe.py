@@ -2,19 +2,19 @@
 
 Workers may share chunks only if they compute the same bits. The bits depend on the variant of our kernels, the matrix
 library and its version, the CPU or GPU, the number of threads (if a library splits sums by threads), and the code that
-each of these runs. The identity does not list these causes. Instead, the probe computes one layer of each form that the
-model has, over fixed inputs, with the engine's own code, and hashes the output bits of every kernel. Workers with equal
-hashes share chunks, on any machine.
+runs in each of them. The identity does not list these causes. Instead, the probe computes one layer of each form that
+the model has, over fixed inputs, with the engine's own code, and hashes the output bits of every kernel. Workers with
+equal hashes share chunks, on any machine.
 
 A result that is rounded to 16 bits does not show the order of its summation. So the probe also computes products and
-attention over inputs in which each summand occurs with both signs: the result then consists of rounding errors only,
-which differ between any two orders. The denominator of attention's softmax shows in results halfway between two
-adjacent numbers. Norms have no such inputs; the probe computes them for so many elements that a different last bit of a
-sum shows in some of them.
+attention over inputs in which each summand occurs with both signs. The result then consists of rounding errors only,
+which differ between any two orders. The denominator of attention's softmax shows only in results halfway between two
+adjacent numbers, so the probe uses inputs with such results. For norms no such inputs exist. The probe computes norms
+for so many elements that a different last bit of a sum changes some of the results.
 
 The hash of a few rows represents all rows only if no bit of a row depends on its batch, so the probe checks this. If a
-row's bits depend on the batch, libraries may choose other kernels for other numbers of rows; on a GPU no library
-guarantees otherwise. In both cases the identity also contains the device, the libraries and the number of threads.
+row's bits depend on the batch, libraries may choose other kernels for other numbers of rows. On a GPU, no library
+guarantees the same bits. In both cases the identity also contains the device, the libraries and the number of threads.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.numerics_identity import NumericsIdentity
 
-# Positions of the rows of a decode step: contexts of less than 64 keys (our kernels' key block), of up to 512 keys
-# (torch's key block), and of two blocks of 512.
+# Positions of the rows of a decode step. The rows see less than 64 keys (our kernels' key block), up to 512 keys
+# (torch's key block), and two blocks of 512 keys.
 _DECODED = (3, 35, 511, 699)
-# Positions of a prompt's rows: they see one and two blocks of 512 keys.
+# Positions of a prompt's rows, which see one block or two blocks of 512 keys.
 _PREFILLED = range(480, 544)
 _POOL_TOKENS = 1344
 # Number of positions of the model's context at which RoPE angles are hashed.
 _ANGLES = 1024
 _ROWS = (ROW_MULTIPLE, len(_PREFILLED))
-# Elements of the hashed norms: a different last bit of the sum shows in about one of 2^16 elements.
+# Elements of the hashed norms. A different last bit of the sum changes about one of 2^16 elements.
 _ELEMENTS = 1 << 20
 _RANK, _OUTPUTS = 16, 64
 _ID_DIGITS = 16
@@ -96,7 +96,7 @@ class NumericsProbe:
         return digest.hexdigest()[:_ID_DIGITS]
 
     def _named(self) -> list[object]:
-        """Returns device properties that affect bits but need not show in a few rows."""
+        """Returns device properties that may affect bits without an effect on the few hashed rows."""
         device = self._loaded.device
         if device.type == "cuda":
             facts = device_of(device).facts
@@ -178,8 +178,8 @@ class NumericsProbe:
     def _see_attention(self, see: See) -> None:
         """Hashes attention over pairs of equal keys, with two kinds of value pairs.
 
-        A value and its negative: their sum shows the order in which values are added. Two adjacent numbers: their mean
-        rounds up or down with the last bit of the softmax weights.
+        The first kind is a value and its negative: their sum shows the order in which values are added. The second kind
+        is two adjacent numbers: the last bit of the softmax weights decides whether their mean is rounded up or down.
         """
         loaded = self._loaded
         pool = self._pool(1, ())
@@ -236,7 +236,8 @@ def with_numerics_identity(
 ) -> LoadedModel:
     """Probes a model and returns it with its numerics identity.
 
-    ``bits`` per element of stored chunks. ``threads``: 0 for all cores. ``shared`` is ``--share-across-machines``.
+    ``bits`` is the number of bits per element of stored chunks. ``threads`` is the engine's number of compute threads;
+    0 means all cores. ``shared`` is the setting ``--share-across-machines``.
     """
     probe = NumericsProbe(loaded, decoder, threads or len(os.sched_getaffinity(0)), native)
     return replace(loaded, numerics=NumericsIdentity(probe.id(bits), shared))
@@ -255,7 +256,7 @@ def _cancelling(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> tu
 def _fill(pool: KVPool, span: forward_batch.SequenceSlice, *paired: tuple[Tensor, Tensor]) -> None:
     """Writes pairs of keys, and pairs of values, to the slots of a slice.
 
-    Both elements of a pair at the slice's own rows have adjacent positions.
+    Pairs at the positions of the slice's own rows are neighbours; all other pairs are pseudorandom.
     """
     near = span.start if len(span.tokens) > 1 else span.end
     slots = torch.from_numpy(span.table.slots(0, span.end)).to(pool.keys.device)
@@ -265,16 +266,16 @@ def _fill(pool: KVPool, span: forward_batch.SequenceSlice, *paired: tuple[Tensor
 
 
 def _next(numbers: Tensor) -> Tensor:
-    """Returns the next larger number of the same type for each of these positive numbers."""
+    """Returns, for each of these positive numbers, the next larger number of the same type."""
     whole = {2: torch.int16, 4: torch.int32}[numbers.element_size()]
     return (numbers.contiguous().view(whole) + 1).view(numbers.dtype)
 
 
 def _pairs(count: int, apart: int) -> tuple[Tensor, Tensor]:
-    """Pairs the numbers below ``count``, and returns the two sides.
+    """Pairs the numbers below ``count``; returns the first and the second number of every pair.
 
-    Numbers below ``apart`` get a pseudorandom partner, the other numbers an adjacent one. If the size of a part is odd,
-    one of its numbers has no partner.
+    Numbers below ``apart`` get a pseudorandom partner below ``apart``; the other numbers get an adjacent partner. If
+    one of the two ranges has an odd size, one of its numbers has no partner.
     """
     drawn = np.frombuffer(hashlib.shake_256(b"pairs").digest(8 * apart), "<u8")
     order = torch.from_numpy(np.argsort(drawn, kind="stable"))[: apart // 2 * 2].view(2, -1)

@@ -1,8 +1,8 @@
 """Checks whether a model's architecture can be served.
 
-An architecture is supported if a row's key and value depend only on the row's hidden state and its position. So it must
-be decoder only, apply rotary positions (or none) to queries and keys inside attention, and call attention through
-``transformers.AttentionInterface``.
+A model is supported if a row's key and value depend only on the row's hidden state and position. So the model must be
+decoder only. It must apply rotary positions (or no positions) to queries and keys inside attention. It must call
+attention through ``transformers.AttentionInterface``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inference_svc.models.supported_architectures import check_name
 
 
 def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
-    """Raise ModelUnsupported with the reason. Without ``strict``, unverified architectures pass."""
+    """Raise ModelUnsupported with the reason. Without ``strict``, architectures that were not verified pass."""
     check_name(name, strict)
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")

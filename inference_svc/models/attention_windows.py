@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 # Name of the worker's attention in ``transformers.AttentionInterface``; ``model_runner.attention`` implements it.
 ATTENTION_NAME = "kvsidecar_rows"
 
-# These read the window from the configuration, all others from the module.
+# These classes read the window from the configuration; all other classes read it from the module.
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention", "Phi3Attention")
 
 
@@ -27,16 +27,16 @@ def _attend_without_decoder(*_: Any, **__: Any) -> Any:
 
 
 def window_of(attention: Any) -> int | None:
-    """Number of last keys that a row of a layer attends to, its own included; None for all."""
+    """Number of last keys that a row of a layer attends to, including its own; None for all keys."""
     by_configuration = type(attention).__name__ in _WINDOW_IN_CONFIG
     found: int | None = getattr(attention.config if by_configuration else attention, "sliding_window", None)
     return found
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:
-    """Windows of all layers; empty for a model whose attention modules are not found.
+    """Windows of all layers; None for a layer that attends to all keys.
 
-    Such a model is assumed to attend to all keys.
+    Empty for a model whose attention modules are not found: all its layers are assumed to attend to all keys.
     """
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     known = all(hasattr(layer, "self_attn") for layer in layers)

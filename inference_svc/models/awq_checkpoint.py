@@ -1,8 +1,9 @@
 """Loads checkpoints with 4-bit weights of AutoAWQ or compressed-tensors.
 
-AutoAWQ's GEMM format (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978) is read directly; compressed-tensors is translated
-into its parts (``compressed_tensors``). A layer keeps its 4 bits, repacked once for the CUDA or CPU kernels. Layers
-that the kernels do not support are dequantized, and so are all layers without kernels or if 16 bits are requested.
+AutoAWQ's GEMM format (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978) is read directly. compressed-tensors is translated
+into AutoAWQ's parts (``compressed_tensors``). A layer keeps its 4 bits, repacked once for the CUDA or CPU kernels. A
+layer is dequantized if the kernels do not support it. All layers are dequantized if the device has no kernels, or if 16
+bits are requested.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from inference_svc.models.meta_model import build_meta_model, set_generation_con
 
 METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
-# Tensors of which one contains the codes of a quantized linear layer.
+# Possible names of the tensor that contains the codes of a quantized linear layer.
 _CODE_PARTS = ("qweight", compressed_tensors.PACKED, *gguf_codes.BITS_OF_PART)
 # Parts of a weight as AutoAWQ stores them, or a weight in the layout of the CPU kernel.
 PackedWeight = list[Tensor] | QuantizedWeight
@@ -58,7 +59,7 @@ class AwqLinear(nn.Module):
 
 
 def method_of(config: Any) -> str:
-    """Quantization method of a configuration; empty for none."""
+    """Quantization method of a configuration; empty if the configuration has none."""
     return str((getattr(config, "quantization_config", None) or {}).get("quant_method", ""))
 
 
@@ -106,7 +107,7 @@ def cpu_linears(dtype: torch.dtype) -> LinearFactory:
         codes, zeros = (awq_dequantize.unpack_columns(part).t().contiguous() for part in parts[:2])
         scales = parts[2].t()
         if not torch.equal(scales.half().to(scales.dtype), scales):
-            return None  # scales of a dtype with a wider range than float16
+            return None  # the kernel's float16 scales cannot represent these scales
         if not quantized_gemm.serves(codes.shape[1], codes.shape[0], codes.shape[1] // scales.shape[1]):
             return None
         return QuantizedLinear(quantized_gemm.pack(codes, scales, zeros, 4), bias)
@@ -122,10 +123,10 @@ def load_awq(
     keep: LinearFactory | None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a value
 ) -> Any:
-    """Load a model from a folder to a device, layer by layer, unquantized parts in ``dtype``.
+    """Load a model from a folder to a device, layer by layer. Its unquantized parts get ``dtype``.
 
-    Weights for which ``keep`` builds no layer are dequantized. Raises ModelUnsupported for another format, and for
-    files that lack a weight of the model.
+    Weights for which ``keep`` builds no layer are dequantized. Raises ModelUnsupported for another format, and if the
+    files lack a weight of the model.
     """
     check_quantization(config)
     del config.quantization_config
@@ -210,7 +211,7 @@ def is_packed(where: dict[str, Path], linear: str) -> bool:
 
 
 def form_in(where: dict[str, Path], linear: str) -> tuple[int, int] | None:
-    """Bits and group size of a linear layer for the CPU kernels; None if they do not support it."""
+    """Bits and group size of a linear layer for the CPU kernels; None if the kernels do not support the layer."""
     if codes := _gguf_codes_of(where, linear):
         return codes.bits, quantized_gemm.group_of(shape_in(where, codes.name)[-1], codes.bits)
     if f"{linear}.{compressed_tensors.PACKED}" in where:
@@ -232,7 +233,7 @@ def form_in(where: dict[str, Path], linear: str) -> tuple[int, int] | None:
 
 
 class _GgufCodes(NamedTuple):
-    """Tensor that has the codes of a GGUF weight, and the bits of a code."""
+    """Name of the tensor that has the codes of a GGUF weight, and the bits per code."""
 
     name: str
     bits: int
@@ -277,7 +278,7 @@ def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str
 
 
 def dequantize(parts: PackedWeight) -> Tensor:
-    """Return the weight ``[outputs, inputs]`` in float32, so that it is rounded once."""
+    """Return the weight ``[outputs, inputs]`` in float32; a later conversion is then the only rounding."""
     if isinstance(parts, QuantizedWeight):
         return quantized_gemm.dequantize(parts)
     words, zeros, scales = parts

@@ -1,8 +1,8 @@
-"""Probes whether a row gets the same bits in every batch, which exact reuse relies on.
+"""Probes whether a row gets the same bits in every batch, as exact reuse requires.
 
 A worker probes its model's linear layers when it starts; ``python -m inference_svc.models.batch_invariance_probe``
-probes common sizes and prints JSON for ``kvsidecar doctor``. Batch invariance of attention is a property of the
-kernels, and tested.
+probes common sizes and prints JSON for ``kvsidecar doctor``. The probe does not cover attention: our kernels guarantee
+its batch invariance, and tests check it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE, PlainLinear
 from inference_svc.models.mkl_determinism import SETTING, make_mkl_deterministic, wanted_setting
 
-# Inputs and outputs of layers in models of 0.1 to 8 billion parameters, and an irregular one.
+# Inputs and outputs of layers in models of 0.1 to 8 billion parameters, and one irregular shape.
 COMMON_SHAPES = ((576, 1536), (896, 896), (896, 4864), (4864, 896), (2048, 2048), (320, 328))
 _MANY = (64, 200, 512)
 Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
@@ -30,7 +30,7 @@ Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
 def batch_variant_shapes(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str]:
     """Shapes (``INPUTSxOUTPUTS``) of linears whose results depend on the batch.
 
-    Their first rows get other bits in a batch of ``many`` rows than alone. Only the first linear of each shape is
+    In a batch of ``many`` rows, their first rows get other bits than alone. Only the first linear of each shape is
     probed.
     """
     found = {}

@@ -1,9 +1,10 @@
 """Translates compressed-tensors' ``pack-quantized`` 4-bit weights into AutoAWQ's parts.
 
-A linear layer has ``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale [out, groups]``, ``weight_shape`` (out,
-in), and ``weight_zero_point`` int32 ``[out / 8, groups]`` unless all zeros are 0. Nibble i of a word is the
-i-th number plus 8. The numbers of a word belong to consecutive inputs in weights, and to consecutive outputs in zeros
-(``compressed_tensors.compressors.pack_quantized``). So both are AWQ's numbers from 0 to 15, in another order.
+A linear layer has ``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale [out, groups]`` and ``weight_shape`` (out,
+in). It also has ``weight_zero_point`` int32 ``[out / 8, groups]``, unless all zeros are 0. Nibble i of a word is the
+word's i-th number plus 8. A word of weights has the numbers of consecutive inputs; a word of zeros has those of
+consecutive outputs (``compressed_tensors.compressors.pack_quantized``). So both have AWQ's numbers from 0 to 15, in
+another order.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Resolve a dtype; ``auto`` is the checkpoint's.
+    """Resolve a dtype; ``auto`` is the checkpoint's dtype.
 
-    On a CPU, 16-bit weights run as bfloat16 if it is native, else as float32. A GPU without bfloat16 runs float16.
+    On a CPU, 16-bit weights run as bfloat16 if the CPU computes bfloat16 natively, and as float32 if not. A GPU without
+    bfloat16 runs float16.
     """
     if name != "auto":
         chosen = getattr(torch, name, None)

@@ -21,7 +21,7 @@ def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context
     if name == SELF:
         if loaded.device.type != "cpu":
             raise ConfigurationError(f"draft_model is {SELF}, and device {device} quantizes no weights; name a model")
-        # A streamed model is copied layer by layer; the copy stays in memory.
+        # A streamed model is copied layer by layer; all layers of the copy stay in memory.
         stream = OFF if loaded.streamed is None else StreamingOptions("partial_resident", keep_first=loaded.layers)
         copy = load(
             model,

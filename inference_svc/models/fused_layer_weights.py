@@ -1,7 +1,7 @@
 """Weights of fused decoder layers: Llama-like layers in the form of the CPU kernels.
 
 Query, key and value projections are joined to one product, and gate and up projections to another.
-``model_runner.fused_layers`` computes with them; layer streaming stores and loads them.
+``model_runner.fused_layers`` computes with these weights; layer streaming stores and loads them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FusedLayerWeights:
 def can_fuse_model(model: Any) -> bool:
     """True if all layers of a model can be fused.
 
-    They must be on a CPU and of a known structure, with SiLU gates and whole heads rotated.
+    The layers must be on a CPU and have a known structure, with SiLU gates and with RoPE over whole heads.
     """
     return all(can_fuse(layer, model.config) for layer in model.model.layers)
 
@@ -107,7 +107,7 @@ def _join(parts: list[Any]) -> Joined:
 
 
 def _packed(linear: Any) -> Joined | RowParallelLinear:
-    """Pack one linear layer, and inside a row-parallel layer the rank's product."""
+    """Pack one linear layer. Of a row-parallel layer, pack the product of this rank."""
     if not isinstance(linear, RowParallelLinear):
         return _join([linear])
     linear.local = _join([linear.local])
@@ -136,9 +136,9 @@ def take_weights(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def make_layer(layer: Any, products: Mapping[str, LinearFn], norms: Mapping[str, Tensor]) -> FusedLayerWeights:
-    """Build a layer from the weights gathered from it.
+    """Build a fused layer from the weights that were taken out of ``layer``.
 
-    The layer's own module only tells how it computes.
+    ``layer`` itself contributes only its constants, such as the epsilon of its norms.
     """
     a = layer.self_attn
     return FusedLayerWeights(
@@ -156,7 +156,7 @@ def make_layer(layer: Any, products: Mapping[str, LinearFn], norms: Mapping[str,
 
 
 def linear_form(product: Any) -> tuple[object, ...]:
-    """Describe how a product is computed; equal for products that differ only in weights."""
+    """Return a key of a product's computation: products that differ only in weights have equal keys."""
     kept, stored = getattr(product, "quantized", None), getattr(product, "dense", None)
     width = (kept.bits, kept.group) if kept is not None else getattr(stored, "kept", "")
     return type(product).__name__, product.in_features, product.out_features, product.bias is not None, width

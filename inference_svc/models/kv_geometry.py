@@ -23,7 +23,7 @@ DTYPES: dict[str, DataType.ValueType] = {
 def geometry_of(name: str, dtype: str) -> Geometry:
     """Return the geometry of a model's 16-bit chunks. Raises ModelUnsupported.
 
-    ``dtype`` is the type that the model computes in; ``auto`` is the checkpoint's.
+    ``dtype`` is the type that the model computes in; ``auto`` is the checkpoint's dtype.
     """
     values = _values(name)
     values = values.get("text_config") or values
@@ -59,7 +59,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
-    from inference_svc.models.gguf.gguf_file import read_gguf  # here: other models need no reader
+    from inference_svc.models.gguf.gguf_file import read_gguf  # imported here because other models need no reader
 
     file = read_gguf(path)
 

@@ -75,14 +75,14 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     config: Any
     architecture: str
-    weights: bytes  # fingerprint
+    weights: bytes  # fingerprint of the weights
     device: torch.device
     dtype: torch.dtype
     context_length: int
     stop_tokens: frozenset[int]
     rope_factors: str = ""  # the set of LongRoPE frequencies in use: short or long
     streamed: StreamedModel | None = None  # source of the layers that ``model`` does not contain
-    numerics: NumericsIdentity = UNKNOWN  # set by the component that knows the kernels
+    numerics: NumericsIdentity = UNKNOWN  # set after the numerics probe
     shard: ShardPlan | None = None  # the part of a tensor-parallel rank; None for a whole model
 
     @property
@@ -174,8 +174,8 @@ def load(
 ) -> LoadedModel:
     """Load ``demo``, ``shape:NAME``, or the model that ``resolve`` finds for a name.
 
-    ``weights`` is the width of linear weights in memory: 16, 8, 4, ``auto`` (the checkpoint's; 16 for a GGUF file), or
-    ``codes`` (those of a quantized GGUF file). ``context_length`` is the longest sequence that will be served (0: the
+    ``weights`` is the width of linear weights in memory: 16, 8, 4, ``auto`` (the checkpoint's width; 16 for a GGUF
+    file), or ``codes`` (a quantized GGUF file's own codes). ``context_length`` is the longest sequence to serve (0: the
     model's own). ``stream`` chooses the layers to read ahead from a file instead of keeping them in memory. With
     ``ranks``, only one rank's part of the weights is loaded. Raises ModelUnsupported, ConfigurationError.
     """
@@ -188,7 +188,7 @@ def load(
     coded = weights == CODES
     if coded:
         check_codes(source, name, place)
-        weights = "auto"  # of the converted folder
+        weights = "auto"  # from here on: the width of the converted folder
     if folder is None:
         return _load_shape(name, place, dtype, weights, served_name, stream, ranks)
     if folder == DEMO_MODEL:
@@ -232,7 +232,7 @@ def load(
         elif place.type != "cpu":
             model = load_to_device(folder, config, chosen, ATTENTION_NAME, place)
         if model is None:
-            # Only on a CPU does our expert function keep a row's bits; elsewhere transformers' own one is faster.
+            # Our expert function keeps a row's bits, but only on a CPU. On a device, transformers' function is faster.
             experts = EXPERTS if place.type == "cpu" else None
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
@@ -255,7 +255,7 @@ def _join_ranks(loaded: LoadedModel, shard: ShardPlan | None, ranks: RankGroup |
 
 
 def _must_stream(stream: StreamingOptions, recipe: LayerFileRecipe) -> bool:
-    """True if a mode is named, or a device needs quantized weights (only the layer file has them)."""
+    """True if the settings name a streaming mode, or if weights for a device must be quantized."""
     return stream.mode not in ("auto", "off") or (recipe.on_device and recipe.bits < 16 and stream.mode == "auto")
 
 
@@ -273,7 +273,7 @@ def _recipe(
         config = copy.deepcopy(config)
         del config.quantization_config
     if packed and width < 16:
-        keep = quantized.cpu_linears(dtype)  # its codes are those that a device widens
+        keep = quantized.cpu_linears(dtype)  # a device widens the same codes
     folder = folder.resolve()
     materials, source = partial(CheckpointWeights, folder, dtype, keep), str(folder / "config.json")
     bits, on_device = 16 if packed else width, device.type != "cpu"
@@ -291,7 +291,7 @@ def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Streami
 def _is_needed(
     folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions, device: torch.device
 ) -> bool:
-    # No weight gets larger than this: with enough memory, the exact sizes need not be computed.
+    # Upper bound of the weights' memory. With more free memory, the exact sizes need not be computed.
     most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     free = placement_on(device).free_bytes(stream)
     return most + reserved_bytes(stream) > free and streaming_needed(recipe, width, stream, free)

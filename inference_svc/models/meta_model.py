@@ -26,12 +26,12 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Te
     return nn.Parameter(parameter.to("meta"))
 
 
-# The hook sees the modules of all threads. So it stays, and each thread says when it builds.
+# torch calls the hook for modules of all threads. The hook stays registered; a thread that builds sets ``_state``.
 register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
 
 
 def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Build a model with parameters on the meta device and all buffers, which no checkpoint contains."""
+    """Build a model with parameters on the meta device. Buffers are real, because no checkpoint contains them."""
     _state.building = True
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

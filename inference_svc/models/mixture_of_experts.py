@@ -1,8 +1,8 @@
 """Batch-invariant mixture of experts on the CPU.
 
-As in transformers' eager layers, each expert computes its own rows. Which rows an expert gets depends on the whole
-batch, but a row's bits must not. So an expert's rows are padded to the multiple at which matrix kernels give a row the
-same bits, and outputs are added in the order of experts.
+As in transformers' eager layers, each expert computes its own rows. The rows that an expert gets depend on the whole
+batch, but a row's bits must not depend on the batch. So an expert's rows are padded to the multiple at which matrix
+kernels give a row the same bits, and outputs are added in the order of experts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sets MKL's strict mode, so that a row gets the same bits in every batch.
 
 MKL multiplies few rows in another order than many, unless the program requests reproducible results ("conditional
-numerical reproducibility", strict mode). It reads the setting at its first product, so the setting must precede loading
-a model. The strict mode exists on Intel's CPUs only; on others, padding rows to a multiple of four is enough
-(docs/adr/004-batch-invariance.md).
+numerical reproducibility", strict mode). MKL reads the setting at its first product, so the setting must precede
+loading a model. The strict mode exists on Intel's CPUs only. On other CPUs, padding rows to a multiple of four is
+enough (docs/adr/004-batch-invariance.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_mkl_deterministic() -> None:
 
 
 def wanted_setting() -> str:
-    """Value of the variable for this machine's CPU; empty if it needs none."""
+    """Value of the variable for this machine's CPU; empty if the CPU needs no setting."""
     return _wanted(_cpuinfo())
 
 

@@ -87,7 +87,7 @@ def _check_gguf(file: Path) -> None:
 
 
 def cuda_devices() -> int:
-    """Number of GPUs of the driver; 0 without one. Creates no CUDA context."""
+    """Number of GPUs that the driver reports; 0 without a driver. Creates no CUDA context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -40,7 +40,7 @@ def resolve(name: str, library: ModelLibrary | None = None) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder if it holds safetensors, else its only GGUF file or that file's first part."""
+    """Return the folder if it has safetensors. If not, return its only GGUF file, or the first part of that file."""
     packed = [folder / name for name in first_parts(file.name for file in folder.glob("*.gguf"))]
     if not packed or any(folder.glob("*.safetensors")):
         return folder

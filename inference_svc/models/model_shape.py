@@ -31,7 +31,7 @@ def projection_share(config: Any) -> float:
 def _ffn_width(config: Any) -> int:
     """Inner width of a layer's feed-forward part for one token.
 
-    In a mixture of experts, that of the chosen experts.
+    In a mixture of experts, the sum of the chosen experts' widths.
     """
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
@@ -43,7 +43,7 @@ class ModelShape:
 
     layers: int
     projection_share: float  # share of a layer's weights in the query, key and value projections
-    token_bytes: int  # keys and values of a token in a float32 pool; half in a 16-bit one
+    token_bytes: int  # bytes of a token's keys and values in a float32 pool; a 16-bit pool needs half
 
 
 def model_shape(name: str) -> ModelShape:

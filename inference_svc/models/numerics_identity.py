@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The engine and a version: increase it when stored keys and values change in a way that the probe does not detect.
+# The engine's name and a version. Increase the version for changes of stored keys or values that the probe cannot
+# detect.
 PRODUCER = "kvsidecar/4"
 _ANY = "any"
 
 
 @dataclass(frozen=True)
 class NumericsIdentity:
-    """Hash of a worker's numerics, and whether it shares chunks with other hashes.
+    """Hash of a worker's numerics, and the choice to share chunks with workers of other hashes.
 
     ``id`` is hexadecimal, and empty before the probe ran. With ``shared`` (``--share-across-machines``) the namespace
     does not contain the numerics, and a hit may change an answer.

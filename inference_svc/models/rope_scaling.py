@@ -2,11 +2,11 @@
 
 transformers computes the frequencies of plain, linear, Llama 3 and YaRN scaling, which are constants of the model.
 
-LongRoPE (Ding et al., arXiv:2402.13753) has two sets of frequencies, for sequences up to the original context and for
-longer ones. transformers chooses the set by the longest sequence of a batch, so stored keys would be wrong as soon as
-their sequence exceeds the range of the first set. Therefore this module chooses the set once, by the longest sequence
-that will be served, as other servers do: a context up to the original one gives exactly the answers of the short set; a
-longer context gives those of the long set for every sequence.
+LongRoPE (Ding et al., arXiv:2402.13753) has a short set of frequencies, for sequences up to the original context, and a
+long set, for longer sequences. transformers chooses the set by the longest sequence of a batch, so stored keys would be
+wrong as soon as their sequence exceeds the range of the short set. Therefore this module chooses the set once, by the
+longest sequence that will be served, as other servers do. If that sequence fits the original context, all answers are
+those of the short set. If it is longer, all sequences use the long set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# A stored key would be wrong in a longer sequence.
+# Kinds of scaling whose angles depend on the sequence length: a stored key would be wrong in a longer sequence.
 _UNSUPPORTED = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 

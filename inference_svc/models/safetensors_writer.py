@@ -1,7 +1,7 @@
 """Writes safetensors files piece by piece.
 
-Format: https://github.com/huggingface/safetensors#format. The header comes first, so memory needs only one piece of a
-tensor.
+Format: https://github.com/huggingface/safetensors#format. The header is written first, so memory holds only one piece
+of a tensor at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SafetensorsWriter:
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, piece: Tensor) -> None:
-        """Write the next piece of a tensor. Raises ValueError for an unexpected one."""
+        """Write the next piece of a tensor. Raises ValueError for a tensor that is not the next."""
         spec = self._coming[-1] if self._coming else TensorSpec("(nothing)", piece.dtype, (0,))
         size, left = piece.numel() * piece.element_size(), spec.size_bytes - self._written
         if (name, piece.dtype) != (spec.name, spec.dtype) or size > left:

@@ -36,14 +36,14 @@ quarter, and changes some answers."""
 class SizePlan:
     """Bytes to plan for a node."""
 
-    bytes_per_token: dict[int, int]  # by bits of stored elements
-    arena_bytes: int  # holds all sessions
-    min_arena_bytes: int  # holds the running requests
+    bytes_per_token: dict[int, int]  # for each width of stored elements in bits
+    arena_bytes: int  # enough for all sessions
+    min_arena_bytes: int  # enough for the running requests
     store_bytes: int
     max_file_bytes: int
-    pool_bytes: int  # of each worker
-    staging_bytes: int  # of each worker
-    memory_bytes: int  # of the node with the large arena, without the model's weights
+    pool_bytes: int  # per worker
+    staging_bytes: int  # per worker
+    memory_bytes: int  # whole node with an arena of ``arena_bytes``, without the model's weights
 
 
 def plan_of(geometry: Geometry, context: int, sessions: int, running: int, workers: int, bits: int) -> SizePlan:
@@ -77,7 +77,7 @@ def _rounded(size_bytes: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code: 0, or 2 for a model that is not there."""
+    """Return the exit code: 0, or 2 if the model is not found."""
     options = _parser().parse_args(arguments)
     name, running = options.model or options.named, options.running or min(options.sessions, 8)
     try:

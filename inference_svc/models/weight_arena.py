@@ -1,7 +1,7 @@
 """Weight arena: a model's linear weights in one piece of memory with pages of 2 MiB, on a CPU.
 
-Allocated one by one, most weights of a small model are smaller than a large page and get none. Their bytes do not
-change, so neither do any results.
+Most weights of a small model are smaller than a large page. Allocated one by one, they would get no large pages. The
+arena does not change the bytes of weights, so it does not change any result.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TRIM_BYTES = 256 << 20
 def move_to_arena(modules: Iterable[Any]) -> Tensor | None:
     """Move the weights of the linear layers among ``modules``, on a CPU, to one arena, uint8 ``[bytes]``.
 
-    The layers keep it alive. Moves nothing and returns None if torch makes no packed weights over other memory, or if
-    the system has no memory.
+    The layers keep the arena alive. Moves nothing and returns None if torch cannot create packed weights over external
+    memory, or if the system has too little memory.
     """
     moved: list[StreamableLinear] = [linear for linear in modules if isinstance(linear, StreamableLinear)]
     if any(isinstance(linear, PackedLinear) for linear in moved) and not onednn_weights.available():
@@ -41,7 +41,7 @@ def move_to_arena(modules: Iterable[Any]) -> Tensor | None:
         place = arena[at : at + form.size_bytes]
         place.copy_(bytes_of(linear))
         linear.set_weight(weight_view(form, place))  # type: ignore[arg-type]
-        linear.memory = place  # a packed weight holds no reference to it
+        linear.memory = place  # a packed weight holds no reference to its memory
         at += padded(form.size_bytes)
         if at - trimmed >= _TRIM_BYTES:
             trimmed = at

@@ -15,14 +15,14 @@ from kvsidecar.process.free_memory import free_bytes
 
 from inference_svc.models.model_resolver import resolve
 
-# Larger weights would evict pages of other processes, or their own; they are read when needed.
+# Weights of more than 1 / _SHARE_OF_FREE of the free memory are not prefetched: they might evict pages in use.
 _SHARE_OF_FREE = 2
 
 
 def prefetch_weights(model: str) -> threading.Thread | None:
     """Start to read a local model's weights on a daemon thread.
 
-    Returns None if they exceed half of the free memory, or if they are not found (loading reports the reason).
+    Returns None if the weights exceed half of the free memory, or if they are not found (loading reports the reason).
     """
     try:
         place = hub.fetched_before(model) if hub.is_hub_id(model) and not Path(model).exists() else resolve(model)

@@ -65,7 +65,7 @@ class GrpcProbe:
 class HttpProbe:
     """Probe of a gateway's ``/health``.
 
-    Any answer counts, also 503, the answer of a gateway without a ready worker.
+    Any answer counts, including 503, which a gateway without a ready worker returns.
     """
 
     def __init__(self, url: str) -> None:

@@ -39,7 +39,7 @@ class NodeLock:
         self._write(self._file, node)
 
     def restore(self) -> bool:
-        """Recreate folder and file if they were deleted; True in that case. Raises ConfigurationError."""
+        """Recreate folder and file if they were deleted; True if it recreated any. Raises ConfigurationError."""
         if self._path.exists():
             return False
         gone, self._file = self._file, self._acquire()

@@ -1,4 +1,4 @@
-"""Planned memory of a node: arena, staging and KV pools against the machine and its control groups."""
+"""Planned memory of a node (arena, staging, KV pools), compared with the machine and its control groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = structlog.get_logger("serve")
 
 
 def warn_of_planned_memory(worker: ModelSettings, num_workers: int, arena_bytes: str) -> None:
-    """Warn if the node may need more memory than there is; the model's weights come on top."""
+    """Warn if the planned memory exceeds the available memory. The model's weights are not part of the plan."""
     try:
         arena = parse_size(arena_bytes)
         staging = num_workers * parse_size(os.environ.get("KVSIDECAR_CACHE_STAGING_BYTES", "256MiB"))

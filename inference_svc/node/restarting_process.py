@@ -22,7 +22,7 @@ from inference_svc.node.liveness_probe import PROBE_SECONDS, Probe
 log = structlog.get_logger("serve")
 
 STOP_SECONDS = 45.0
-"""The daemon's longest shutdown, in which it writes queued chunks, with a margin."""
+"""Maximum seconds for a daemon to write queued chunks and end, with a margin."""
 
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.1, 10.0, 30.0
 _PROBE_INTERVAL_SECONDS, _STARTING_PROBE_INTERVAL_SECONDS = 1.0, 0.05
@@ -33,7 +33,7 @@ _FAILED, _BAD_SETTINGS = 1, 2
 class RestartingProcess:
     """A process with its command and its liveness probe.
 
-    After the process has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Its
+    After the process has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). The
     start has no time limit, because a large model takes minutes to load. ``changed`` is called when the report changes.
     """
 
@@ -106,8 +106,8 @@ class RestartingProcess:
     async def _probe_until_exit(self, process: asyncio.subprocess.Process) -> bool:
         """Probe the process while it runs. True if this method killed it.
 
-        The silence is the sum of the failed probes' times and not wall-clock time, because this supervisor may have
-        been stopped itself.
+        The process counts as silent for the sum of the failed probes' times. Wall-clock time would be wrong, because
+        the supervisor itself may have been suspended.
         """
         if self.probe is None:
             return False
@@ -151,7 +151,7 @@ class RestartingProcess:
             await process.wait()
 
     def signal_again(self) -> None:
-        """Send a second SIGTERM to a process that was terminated and still runs: it stops draining."""
+        """Send a second SIGTERM to a process that still runs after a first one. The process then stops draining."""
         if self._terminated and self.process is not None and self.process.returncode is None:
             self.process.terminate()
 

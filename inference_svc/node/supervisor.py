@@ -64,7 +64,7 @@ class ServeConfig(ModelSettings):
     """Number of inference workers."""
     devices: str = ""
     """Numbers of the GPUs that the workers use in turn, separated by commas, such as 0,1. Each worker sees only its own
-    (tensor_parallel_size of them). By default, there are as many workers as the GPUs suffice for."""
+    tensor_parallel_size GPUs. By default, there are as many workers as the GPUs suffice for."""
     host: str = "127.0.0.1"
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)
@@ -72,7 +72,7 @@ class ServeConfig(ModelSettings):
     page: bool = True
     """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
-    """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
+    """Maximum tokens of a chat completion or response whose request sets no limit; 0 for the rest of the context."""
     alias: str = ""
     """Further names of the model or its adapters: NAME=MODEL, separated by commas."""
     claude_names: bool = False
@@ -124,7 +124,7 @@ class Supervisor:
         return 0
 
     def _on_signal(self) -> None:
-        """Stop; a second signal reaches the child that is draining."""
+        """Stop the node. Passes a second signal on to the child that is draining."""
         if self._stop.is_set():
             for child in self._children:
                 child.signal_again()
@@ -150,7 +150,7 @@ class Supervisor:
         shown, beside = _browser_urls(self._config.host, self._config.port)
         page = f"a page at {shown}, " if self._config.page else ""
         said = f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat"
-        on_terminal = sys.stdout.isatty()  # else standard output may be a log, which has lines of JSON alone
+        on_terminal = sys.stdout.isatty()  # standard output may be a log instead, which has only JSON lines
         detail = {} if on_terminal else {"detail": said}
         log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers, **detail)
         if on_terminal:
@@ -170,7 +170,7 @@ class Supervisor:
         if not own.cache_address:
             flags["cache_socket"] = self.cache_socket
         if self._config.devices:
-            flags["device"] = "cuda"  # the only one that the worker sees
+            flags["device"] = "cuda"  # the worker sees no other GPU
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
@@ -204,7 +204,7 @@ class Supervisor:
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _store_is_private(self) -> bool:
-        """True without a store or with an encrypted one: keys and values must then not overflow to disk, either."""
+        """True without a store or with an encrypted store: then keys and values must not overflow to a plain file."""
         encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
         return self._config.store == "none" or encrypted
 

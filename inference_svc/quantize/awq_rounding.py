@@ -1,7 +1,7 @@
 """Rounds weights to 4 bits in AutoAWQ's GEMM format.
 
-A group of inputs of one output shares a scale (float16) and a zero (4 bits): ``W = (code - zero) * scale``, codes and
-zeros from 0 to 15. Scales are rounded to float16 before codes are chosen, so that codes fit the written scales.
+For each output, a group of inputs shares a scale (float16) and a zero (4 bits): ``W = (code - zero) * scale``. Codes
+and zeros are 0 to 15. Scales are rounded to float16 before codes are chosen, so that codes fit the written scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from kvkernels.awq_dequantize import pack_columns
 from torch import Tensor
 
-# Group sizes: inputs that share a scale and a zero. A model uses the first that divides the inputs of every layer.
+# Group sizes: inputs that share a scale and a zero. A model uses the first size that divides every layer's inputs.
 GROUPS = (128, 64, 32)
 _MAX_CODE = 15
 # The narrowest range of a group that AutoAWQ writes; it keeps scales above zero.
@@ -47,8 +47,8 @@ class QuantizedWeight:
 def quantize_weight(weight: Tensor, group: int, shrink: Tensor | None = None) -> QuantizedWeight:
     """Round a weight ``[out, in]`` to the nearest codes of its groups' ranges.
 
-    ``shrink [out, groups]`` scales the ranges; values outside are clipped. Raises ValueError for values that float16
-    scales cannot hold.
+    ``shrink [out, groups]`` scales the ranges; values outside the scaled ranges are clipped. Raises ValueError for
+    values that float16 scales cannot hold.
     """
     groups = weight.view(len(weight), -1, group)
     scales, zeros = _scales(groups, shrink)

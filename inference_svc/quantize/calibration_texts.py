@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 TOKENS = 512
 _MAX_CALIBRATION, _MAX_EVALUATION = 32, 12  # maximal numbers of sequences
-_MAX_FILE_BYTES = 4 << 20  # of a file; more would not be used
+_MAX_FILE_BYTES = 4 << 20  # maximum bytes to read of a file; the limits of sequences leave more text unused
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Calibr
 def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> CalibrationTexts:
     """First 4 MiB of a text file: the last tenth for evaluation, the rest for calibration.
 
-    Raises ConfigurationError for a file that is no text or too short.
+    Raises ConfigurationError for a file that is not text or is too short.
     """
     try:
         with file.open("rb") as data:

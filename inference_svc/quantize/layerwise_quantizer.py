@@ -1,8 +1,9 @@
 """Quantizes a checkpoint layer by layer; memory holds one layer and all activations.
 
-The texts' activations pass from layer to layer: those of the calibration text through the original model; those of the
-evaluation text three times, through the original, the plainly rounded and the AWQ model. So one pass over the files
-both writes the weights and measures their quality. Embedding and head are those of the written model, in float16.
+The texts' activations pass from layer to layer. Those of the calibration text pass through the original model. Those of
+the evaluation text pass through three models: the original, the plainly rounded and the AWQ model. So one pass over the
+files both writes the weights and measures their quality. The evaluation of all three models uses the written model's
+embedding and head, which are in float16.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class LayerwiseQuantizer:
 def _forward(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> None:
     """Run texts through a layer, in place.
 
-    Attention is only causal, since no text is longer than a window.
+    Attention needs no window, because no text is longer than the model's window.
     """
     for i, state in enumerate(states):
         states[i] = layer(state, attention_mask=None, position_embeddings=rotary)

@@ -42,7 +42,7 @@ def check_output(out: Path) -> None:
 def building(out: Path, size_bytes: int) -> Iterator[Path]:
     """Context with a temporary folder that becomes ``out`` if the block succeeds.
 
-    After an error the folder is removed. Raises ConfigurationError without disk space for ``size_bytes``.
+    After an error the folder is removed. Raises ConfigurationError if the disk has no space for ``size_bytes``.
     """
     check_output(out)
     check_disk_space("writing the model", size_bytes, out.parent)

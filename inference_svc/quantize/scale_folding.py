@@ -1,7 +1,7 @@
 """Quantizes decoder layers, folding input scales into the preceding modules.
 
-The module before a linear layer then produces its outputs divided by the scale: a norm through its weight, another
-linear layer through its rows. So the model needs no additional operations. The pairs are AutoAWQ's for the same models.
+The preceding module then produces its outputs divided by the scale: a norm has a divided weight, a linear layer has
+divided rows. So the model needs no additional operations. The pairs of modules are the same as in AutoAWQ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inference_svc.quantize.awq_rounding import GROUPS, QuantizedWeight, quantize_weight
 from inference_svc.quantize.scale_search import InputStats, best_scale, best_shrink, output_error
 
-# Their decoder layers have the same parts.
+# Architectures whose decoder layers consist of the same parts.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -38,8 +38,8 @@ _FOLDS = (
 # The quantized layers, grouped by common input.
 INPUTS = tuple(fold.consumers for fold in _FOLDS)
 LINEARS = tuple(name for readers in INPUTS for name in readers)
-# An attention score is a product of two of their outputs, and a few large weights dominate it. AutoAWQ does not clip
-# them either.
+# An attention score is a product of two outputs of these layers, and a few large weights dominate the score. AutoAWQ
+# does not clip these layers either.
 _NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -85,7 +85,7 @@ def group_of(layers: nn.ModuleList) -> int:
 
 
 def round_plainly(layer: nn.Module, group: int) -> None:
-    """Replace a layer's weights by the nearest 4-bit ones, in place."""
+    """Replace a layer's weights by the nearest 4-bit weights, in place."""
     for name in LINEARS:
         linear = linear_of(layer, name)
         linear.weight.data = quantize_weight(linear.weight.data, group).dense()
@@ -102,7 +102,7 @@ def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: in
         giver = layer.get_submodule(fold.producer)
         seen = inputs[fold.consumers[0]]
         if isinstance(giver, nn.Linear) and giver.out_features != len(seen.magnitude):
-            continue  # grouped-query attention: several query heads share a value head
+            continue  # grouped-query attention: several query heads share a value head, and no scale fits all of them
         found = best_scale([meant[name] for name in fold.consumers], seen, group).values
         found = _folded(giver, found)
         scales |= dict.fromkeys(fold.consumers, found)
@@ -132,12 +132,13 @@ def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: in
 def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
     """Divide a module's outputs by a scale, in place, and return the exact divisor.
 
-    A norm's weight is rounded so that bfloat16 and float16 both hold it; its consumers' weights compensate exactly.
+    A norm's divided weight is rounded so that bfloat16 and float16 both represent it. The weights of the consumers
+    compensate for this rounding exactly.
     """
     if isinstance(giver, nn.Linear):
         if giver.bias is not None:
             giver.bias.data = giver.bias.data / scale
-        return scale  # the rows of its weight are divided before rounding
+        return scale  # exact, because the rows of the weight are divided before rounding
     before = cast(Tensor, giver.weight).data
     after = (before / scale).bfloat16().half().float()
     lost = (after == 0) | ~after.isfinite()

@@ -2,12 +2,12 @@
 
 The inputs are scaled down accordingly. A layer ``y = W x`` equals ``(W s) (x / s)`` for any positive input scale ``s``,
 but their rounded forms differ: an input that is scaled up is rounded finer, at the expense of others in its group. The
-paper uses ``s = mean(|x|) ** ratio`` and searches the ratio. AutoAWQ, and therefore this module, divides that by ``size
-** (1 - ratio)``, where ``size`` is the relative magnitude of the weights in their groups. The search also tries no
-scale at all, so that the error is never larger than that of plain rounding.
+paper uses ``s = mean(|x|) ** ratio`` and searches the ratio. AutoAWQ, and therefore this module, divides this scale by
+``size ** (1 - ratio)``, where ``size`` is the relative magnitude of the weights in their groups. The search also tries
+the scale 1, so that the error is never larger than that of plain rounding.
 
 The error is that of the layer's outputs, ``mean((dW x) ** 2)`` over the text, which is ``dW G dW^T`` for ``G = mean(x
-x^T)``. It is exact over any number of tokens, at a constant cost.
+x^T)``. This form is exact for any number of tokens, and its cost does not depend on that number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class InputStats:
 
 @dataclass(frozen=True)
 class ScaleResult:
-    """Input scale ``[in]``, and the output errors with it and with plain rounding.
+    """Input scale ``[in]``, and the output errors with this scale and with plain rounding.
 
     Errors are shares of the outputs' mean square, summed over the layers.
     """
@@ -90,7 +90,7 @@ def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
     Clipping a few large weights allows finer rounding of the others. No output's error increases.
     """
     outputs, groups = weight.shape[0], weight.shape[1] // group
-    # Each group is searched alone, without the products between groups.
+    # Each group is searched alone; the products between groups are ignored.
     blocks = torch.stack([products[g : g + group, g : g + group] for g in range(0, len(products), group)])
     shrink, least = torch.ones(outputs, groups), torch.full((outputs, groups), torch.inf)
     for step in range(_CLIP_STEPS):
@@ -98,6 +98,6 @@ def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
         change = (fake_quantize(weight, group, tried) - weight).view(outputs, groups, group).transpose(0, 1)
         found = ((change @ blocks) * change).sum(-1).t()
         shrink, least = torch.where(found < least, tried, shrink), least.minimum(found)
-    # With the products between groups: accept the factors of all of an output's groups, or none.
+    # Here the products between groups count: accept the factors of all of an output's groups, or none.
     errors = [output_error(fake_quantize(weight, group, s) - weight, products) for s in (shrink, None)]
     return torch.where((errors[0] <= errors[1])[:, None], shrink, 1.0)

@@ -12,7 +12,7 @@ from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.request.request_options import check_seconds
 
 _MAX_BREAKPOINTS = 16
-# Most beginnings of a chat that are rendered for its breakpoints: each may take as long as the chat itself.
+# Maximum number of prefixes that are rendered for a chat's breakpoints. Each may take as long as the whole chat.
 _MAX_RENDERED = 4
 
 
@@ -57,7 +57,7 @@ class BreakpointFinder:
                 found.append((tokens if kind == "messages" else min(end, tokens), point.retain_seconds))
         whole = max((seconds for end, seconds in found if end == tokens), default=0)
         points = [(end, seconds) for end, seconds in retained_prefixes(by_message) if seconds > whole]
-        if len(points) > _MAX_RENDERED:  # the shortest ones are retained together, for the longest of their times
+        if len(points) > _MAX_RENDERED:  # merge the shortest prefixes into one, with the longest of their times
             first = points[: len(points) - _MAX_RENDERED + 1]
             points = [(first[-1][0], first[0][1]), *points[len(first) :]]
         for end, seconds in points:
@@ -65,8 +65,9 @@ class BreakpointFinder:
         return retained_prefixes(found)
 
     def _end_of_messages(self, chat: pb.Chat, messages: int) -> int:
-        """Return the number of tokens of a chat's first messages; 0 if their template refuses them by themselves.
+        """Return the number of tokens of a chat's first messages; 0 if the template refuses these messages alone.
 
-        Their text is tokenized by itself, so the result may be off by a few tokens; chunks are longer by far.
+        The messages are tokenized without the later ones, so the result may be off by a few tokens. This error is small
+        beside the length of a chunk.
         """
         return len(self._tokenize(self._chat_template.text_of_first(chat, messages)))

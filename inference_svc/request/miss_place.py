@@ -11,7 +11,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.sequence.detokenizer import split_text
 
-# Tokens of each side, and their most characters.
+# Maximum tokens, and maximum characters, of the text on each side of the miss.
 _NEAR_TOKENS, _NEAR_CHARACTERS = 16, 160
 _TOOLS, _TEMPLATE = "tools", "template"
 
@@ -25,7 +25,7 @@ def add_place(
 ) -> None:
     """Add the text around a miss and, in a chat, its part.
 
-    Takes the time of rendering the chat and detokenizing the prompt. A truncated prompt gets no part.
+    Renders the chat and detokenizes the prompt, which takes time. A truncated prompt gets no part.
     """
     at, last = miss.position, len(tokens)
     if at >= last:
@@ -43,7 +43,8 @@ def add_place(
 def _content_starts(chat: pb.Chat, text: str, template: ChatTemplate) -> list[tuple[int, int]] | None:
     """Return ``(message, position of its content)`` in a rendered chat; None if ``text`` was rendered differently.
 
-    Messages without content have none. A rendering with a marker before each content shows where the contents are.
+    Messages without content are left out. To find the positions, the function renders the chat with a marker before
+    each content.
     """
     marked, marker = pb.Chat(), token_hex(16)
     marked.CopyFrom(chat)

@@ -1,4 +1,4 @@
-"""Report of a miss: its kind as text, one sentence, and one about a remedy."""
+"""Miss report: the kind of a miss, a sentence about the cause, and a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from inference_svc.context_reuse.reuse_state import ReuseState
 from inference_svc.sequence.miss_kind import computed_tokens, kind_of, miss_reason
 from inference_svc.sequence.sequence import Sequence
 
-# The daemon answers long before a prefill ends; an answer that does not come must not delay the last token.
+# Maximum wait for the reason. The daemon usually answers long before a prefill ends; the last token must not wait
+# longer.
 _WAIT_SECONDS = 0.05
 _REUSE_OFF = "reuse_off"
 _SENTENCES = {
@@ -90,7 +91,7 @@ class MissReporter:
     async def add(self, sequence: Sequence, part: pb.GenerateStreamResponse, *, wait: bool) -> None:
         """Add the reason to an answer's last message, if more than the prompt's last token was computed.
 
-        Without ``wait`` a reason that is not there yet is "unknown".
+        Without ``wait``, a reason that has not arrived is reported as "unknown".
         """
         computed, reason = computed_tokens(sequence), miss_reason(sequence)
         if computed <= 1:
@@ -110,7 +111,7 @@ class MissReporter:
         self._write(miss, sequence.request.num_prompt_tokens)
 
     def _why_exact(self, sequence: Sequence) -> str:
-        """Return why the request may not reuse text anywhere."""
+        """Return the reason why the request may not use relocated chunks."""
         state = self._reuse_state()
         if state.policy.enabled and not sequence.request.cache.reuse_anywhere:
             return "the request asks for exact reuse"

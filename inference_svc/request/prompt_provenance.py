@@ -22,7 +22,7 @@ _READING = {
 def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list[pb.PromptPart]:
     """Build the parts of a prompt by provenance.
 
-    For a sequence with ``explain`` that has its first token. Takes the time of detokenizing the prompt twice.
+    The request must have set ``explain``, and the answer must have its first token. Detokenizes the prompt twice.
     """
     tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
     texts = split_text(decode, tokens, [part.end for part in sequence.usage.provenance])

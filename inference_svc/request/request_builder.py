@@ -41,7 +41,7 @@ _MODES = {
     pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
-_TAIL_TOKENS = 16  # of a prompt, in which its template may open the reasoning
+_TAIL_TOKENS = 16  # last tokens of a prompt, in which a template may open the reasoning
 # A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
 
@@ -60,7 +60,7 @@ class RequestDefaults:
 class RequestBuilder:
     """Builds sequences for one model.
 
-    Any thread may call the methods; they raise InvalidRequest with one sentence.
+    Any thread may call the methods. For a bad request they raise InvalidRequest.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RequestBuilder:
         adapters: Mapping[str, LoraAdapter] | None = None,
         context_limits: ContextLimits | None = None,
     ) -> None:
-        """``adapters`` may change while requests run. ``context_limits``: those of the pool, for error messages."""
+        """``adapters`` may change while requests run. ``context_limits`` are the pool's limits, for error messages."""
         self._adapters = adapters if adapters is not None else {}
         self._context_limits = context_limits or ContextLimits(context_length, context_length, 0)
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
@@ -97,10 +97,10 @@ class RequestBuilder:
         max_tokens: int | None = None,
         truncation: pb.Truncation.ValueType = pb.TRUNCATION_UNSPECIFIED,
     ) -> tuple[list[int], DocumentMarks]:
-        """Return ``tokens`` of a prompt, which must fit into the context.
+        """Return the result of ``tokens`` for a prompt that must fit into the context.
 
-        With ``max_tokens``, a longer prompt is truncated as ``truncation`` says, else to its last tokens. Raises
-        PromptTooLong; without tokenization if the text has too many characters.
+        With ``max_tokens``, a longer prompt is truncated as ``truncation`` says, by default to its last tokens. Raises
+        PromptTooLong; a text with too many characters is not even tokenized.
         """
         if max_tokens is not None:
             size = self._check_characters(*prompt_texts(prompt))
@@ -122,8 +122,8 @@ class RequestBuilder:
     ) -> tuple[list[int], DocumentMarks]:
         """Truncate a prompt to ``most`` tokens.
 
-        If tokens are removed at the left, it keeps the special tokens at the start and the last tokens; if in the
-        middle, equal numbers of first and last tokens; if at the right, the first tokens.
+        At the left, it removes tokens behind the special tokens at the start and keeps the last tokens. In the middle,
+        it keeps equal numbers of first and last tokens. At the right, it keeps the first tokens.
         """
         kept = {pb.TRUNCATION_MIDDLE: most // 2, pb.TRUNCATION_RIGHT: most}.get(side)
         head = kept or 0
@@ -207,7 +207,7 @@ class RequestBuilder:
     def _encode_chat(
         self, prompt: pb.Prompt, generation_prompt: bool, separator: str, salt: bytes
     ) -> tuple[list[int], DocumentMarks]:
-        """Render and tokenize a chat; calls that are sent back have the tokens that the model sampled."""
+        """Render and tokenize a chat. Tool calls from earlier answers keep the tokens that the model sampled."""
         chat, special = prompt.chat, prompt.with_special_tokens
         sampled = {
             i: ids for i, m in enumerate(chat.messages) if (ids := self._sampled_calls.find(salt, m)) is not None
@@ -227,7 +227,7 @@ class RequestBuilder:
         return ids, DocumentMarks(segment_ends=tuple(ends))
 
     def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
-        """Keep the tokens of a complete answer with calls; clients send it back as ``message``."""
+        """Keep the tokens of a complete answer with calls; clients send the answer back as ``message``."""
         tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
         self._sampled_calls.keep(salt, message, tokens[: -1 if tokens[-1] in self._loaded.stop_tokens else None])
 
@@ -271,7 +271,7 @@ class RequestBuilder:
         return self.tokenize(request, sink, arrived)(self.grammar_state(request))
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Compile the request's grammar, which may take seconds; None without one. Raises InvalidRequest."""
+        """Compile the request's grammar, which may take seconds; None without a grammar. Raises InvalidRequest."""
         return self.chat_template.grammar_state(request)
 
     def tokenize(
@@ -365,7 +365,7 @@ class RequestBuilder:
         return self._context - answer
 
     def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
-        """Return a parser of tool calls for the answer's text; None if the request allows none."""
+        """Return a parser of tool calls for the answer's text; None if the request allows no calls."""
         return self.chat_template.parser(request)
 
     def reasoning_splitter(self, request: pb.GenerateRequest, sequence: Sequence) -> ReasoningSplitter | None:
@@ -376,7 +376,7 @@ class RequestBuilder:
         return self.chat_template.reasoning_splitter(request.prompt.chat, self.text(prompt[-_TAIL_TOKENS:]))
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
-        """Build a request's sampling parameters; unset ones are the model's defaults (generation_config.json)."""
+        """Build a request's sampling parameters; unset fields get the model's defaults (generation_config.json)."""
         # ListFields contains each field that was set, also to its default, because scalar fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
         if given.logit_bias:

@@ -15,7 +15,7 @@ from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
-# Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
+# Limit of prompt tokens times alternatives. An alternative takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_SESSION_BYTES = 128
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
@@ -63,7 +63,7 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
 
 
 def check_salt(salt: bytes) -> None:
-    """Raise InvalidRequest for a salt that is too long, without showing it: it is a secret."""
+    """Raise InvalidRequest for a salt that is too long. The message does not show the salt, which is a secret."""
     if len(salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
 
@@ -92,7 +92,8 @@ def cache_use(
 ) -> CacheParams:
     """Return the cache options and hints of a request. Raises InvalidRequest.
 
-    ``reuse_anywhere`` is the worker's setting, for a request without its own; ``retained`` are the request's prefixes.
+    ``reuse_anywhere`` is the worker's setting, for a request that does not choose. ``retained`` are the prefixes to
+    retain.
     """
     check_salt(given.tenant_salt)
     if given.HasField("ttl_seconds"):

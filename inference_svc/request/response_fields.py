@@ -27,7 +27,7 @@ def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
 def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
     """Build the prompt logprobs of a sequence that has its first token; empty unless requested.
 
-    Takes the time of one tokenizer call per distinct token.
+    Calls the tokenizer once per distinct token, which takes time.
     """
     if sequence.request.num_prompt_logprobs is None:
         return []

@@ -1,4 +1,4 @@
-"""Bounded memory of the tokens that the model wrote for tool calls.
+"""Sampled calls: bounded memory of the tokens that the model wrote for tool calls.
 
 A client sends a call back as JSON. The template writes that JSON with other spaces than the model did, and even the
 same text may have other tokens than the sampled ones, so the prompt would leave the cached prefix at the first call.
@@ -21,16 +21,16 @@ _OVERHEAD_BYTES = 512  # Python objects, the id and the digest
 
 
 class _Answer(NamedTuple):
-    """Tokens of an answer, and the digest of the message that a client makes of it."""
+    """Tokens of an answer, and the digest of the message in which a client sends the answer back."""
 
     digest: bytes
     tokens: array[int]
 
 
 class SampledCalls:
-    """The latest answers with calls of each tenant (salt) by the id of their first call, until the process ends.
+    """Latest answers with tool calls, by tenant salt and by the id of the answer's first call.
 
-    Methods may be called on any thread.
+    Answers are kept until a limit of bytes or the end of the process. Any thread may call the methods.
     """
 
     def __init__(self, max_bytes: int = _MAX_BYTES, max_bytes_in_all: int = _MAX_BYTES_IN_ALL) -> None:
@@ -52,7 +52,7 @@ class SampledCalls:
             self._kept.put(salt, message.tool_calls[0].id, answer, size)
 
     def find(self, salt: bytes, message: pb.ChatMessage) -> list[int] | None:
-        """Return the tokens of a message that is sent back unchanged; None for any other."""
+        """Return the tokens of a message that the client sends back unchanged; None for any other message."""
         if not message.tool_calls:
             return None
         call_id = message.tool_calls[0].id
@@ -65,7 +65,7 @@ class SampledCalls:
 
 
 def _digest(message: pb.ChatMessage) -> bytes:
-    """Return the digest of a message's meaning: spaces around the text and in the JSON of calls do not count."""
+    """Return the digest of a message's meaning: it ignores spaces around the text and in the JSON of calls."""
     calls = [[call.id, call.name, _value(call.arguments)] for call in message.tool_calls]
     return hashlib.sha256(json.dumps([message.content.strip(), calls], sort_keys=True).encode()).digest()
 

@@ -28,7 +28,7 @@ def apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) 
                 scores[i].fill_(-inf)
                 lost[i] = error
     if masks:
-        # The masks are copied to the device as bits, an eighth of the bytes, and unpacked there.
+        # The masks are copied to the device as bits, which are an eighth of the bytes, and unpacked there.
         packed = torch.from_numpy(np.stack(masks)).to(device)
         bits = packed[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device)).bitwise_and_(1)
         for i, denied in zip(steered, (bits == 0).view(len(masks), -1), strict=True):

@@ -31,7 +31,7 @@ LEAST_LOGPROB = -9999.0
 def add_logprobs(token: int, line: Tensor, most: int, requested: tuple[int, ...] = ()) -> SampledToken:
     """Adds log probabilities from ``line [vocabulary]``: those of the allowed tokens, at temperature 1.
 
-    Adds the ``most`` likely alternatives or, if there are any, the ``requested`` tokens.
+    The alternatives are the ``requested`` tokens. Without requested tokens, they are the ``most`` likely tokens.
     """
     if requested:
         values = line[list(requested)].clamp(min=LEAST_LOGPROB).tolist()

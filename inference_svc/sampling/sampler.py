@@ -200,7 +200,8 @@ def _inverse_cdf(part: Tensor, sums: Tensor, reached: Tensor, uniforms: list[flo
     rest = target - (reached[rows, block] - sums[rows, block])
     lines = part[rows.to(part.device), block.to(part.device)].cpu().double()
     inside = (lines.cumsum(-1) <= rest[:, None]).sum(-1)
-    # The two sums differ in the last bit, so the target may lie behind the block: take its last token with a weight.
+    # The two sums may differ in the last bit, so the target may lie behind the block: then take its last weighted
+    # token.
     last = lines.shape[1] - 1 - (lines > 0).flip(-1).int().argmax(-1)
     inside = torch.minimum(inside, last)
     return (block * part.shape[2] + inside).tolist(), lines[rows, inside]

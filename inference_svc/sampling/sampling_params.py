@@ -28,8 +28,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens of the prompt and the answer, and multiplies negative ones (Keskar et al.,
-    "CTRL", 2019)."""
+    """Divides positive logits of tokens of the prompt and the answer, and multiplies their negative logits (Keskar et
+    al., "CTRL", 2019)."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from inference_svc.structured_output.grammar_state import GrammarState
 class SamplingState:
     """Sampling state of one request: number and counts of its sampled tokens.
 
-    Only ``accept`` changes it, so a token that is sampled and then dropped has no effect.
+    Only ``accept`` changes the state, so a token that is sampled and then dropped has no effect.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class SamplingState:
         stops: Iterable[int] = (),
         logprob_tokens: tuple[int, ...] = (),
     ) -> None:
-        """``stops`` are the tokens that end the answer; see ``GenerationRequest`` for the other numbers."""
+        """``stops`` are the tokens that end the answer; ``GenerationRequest`` describes the other parameters."""
         self.params, self.logprobs, self.grammar = params, logprobs, grammar
         self.logprob_tokens = logprob_tokens
         self.drawn = 0

@@ -10,7 +10,7 @@ _TRIES = 64
 
 
 class SeededRng:
-    """Counter-based random numbers; without a seed, they start at a random one.
+    """Counter-based random numbers; without a given seed, the seed is random.
 
     A random number is a function of the seed, the position in the answer and the attempt. So results with a seed do not
     depend on the rest of the batch or on preemptions. The function is SplitMix64 (Steele, Lea, Flood, "Fast splittable

@@ -1,9 +1,9 @@
 """Admission: finds a waiting prompt's prefix in the pool and allocates its blocks.
 
-``waiting_order`` decides the order. If another request is computing the prefix of a waiting request, the latter is held
-back until it can share the prefix, so that the prefix is computed once. If another request is loading the prefix,
-the waiting request waits only if the load should be faster than computing, and no longer than computing would take.
-Only the engine's thread uses this module.
+``waiting_order`` decides the order. If another request is computing the prefix of a waiting request, the waiting
+request is held back until it can share the prefix, so that the prefix is computed once. If another request is loading
+the prefix, the waiting request waits only if the load should be faster than computing, and no longer than computing
+would take. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = structlog.get_logger("engine")
 
 # Number of waiting requests, from the front of the queue, among which admission chooses.
 _WINDOW = 16
-# A new sequence gets up to _SPARE_TOKENS more slots for its answer, so that its blocks stay contiguous, if after that 1
-# / _SPARE_SHARE of the pool is free.
+# A new sequence gets up to _SPARE_TOKENS additional slots, so that its blocks stay contiguous while its answer grows.
+# It gets them only if 1 / _SPARE_SHARE of the pool stays free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
 
 
@@ -66,7 +66,7 @@ class Admission:
         """Time at which the first held-back sequence may be admitted (time.perf_counter)."""
 
     def next(self, waiting: deque[Sequence], live: Iterable[Sequence]) -> tuple[Sequence, PrefixSource] | None:
-        """Chooses the sequence to admit now, with its prefix in the pool; None if all are held back.
+        """Chooses the sequence to admit now, with its prefix in the pool; None if no sequence can be admitted.
 
         ``live`` are the sequences with blocks. A preempted sequence is at the front of the queue and is admitted first.
         A sequence that waits for overflow blocks does not delay the other sequences.
@@ -146,8 +146,8 @@ class Admission:
     def allocate(self, sequence: Sequence, source: PrefixSource, free_pages: int, leave: int) -> bool:
         """Allocates blocks for a sequence, and fills its first ``kv.num_computed`` tokens from the source.
 
-        ``free_pages`` counts free and evictable blocks. False, with nothing changed, if fewer than ``leave`` of them
-        would remain. Raises OverflowFailed; the sequence may then have blocks.
+        ``free_pages`` counts free and evictable blocks. If fewer than ``leave`` of them would remain, it changes
+        nothing and returns False. Raises OverflowFailed; the sequence may then have blocks.
         """
         if self._pool.overflow_pages and source.tokens and source.num_released:
             source = PrefixSource()
@@ -182,7 +182,7 @@ class Admission:
         return True
 
     def _initial_tokens(self, tokens: int, source: PrefixSource) -> int:
-        """Number of tokens that get blocks at admission: not all, if the pool frees blocks behind the window."""
+        """Number of tokens that get blocks at admission; not all, if blocks behind the window are freed."""
         if not self._pool.reclaims_window:
             return tokens
         return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)
@@ -199,7 +199,8 @@ class Admission:
     def _in_turn(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         """Yields the sequences that may be admitted now.
 
-        These are all that fit the pool, and the first that needs the overflow if it fits there.
+        All sequences that fit the pool may be admitted. Of the sequences that need the overflow, only the first may be
+        admitted, and only if the overflow has enough blocks for it.
         """
         served = False
         for sequence in waiting:

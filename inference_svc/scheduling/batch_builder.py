@@ -1,9 +1,8 @@
 """Batch builder: builds the next batch, and grows block tables for it.
 
-``scheduler`` decides from numbers which sequences get rows and blocks, and which are preempted; the batch builder turns
-the decision into slices. If blocks are missing, it evicts cached prefixes. It returns preemptions and failures; the
-engine core carries them out, between ``decide`` and ``build`` and after ``build``. Only the engine's thread uses this
-module.
+``scheduler`` decides from numbers which sequences get rows and blocks, and which are preempted. The batch builder turns
+the decision into slices. If blocks are missing, it evicts cached prefixes. It only returns preemptions and failures;
+the engine core carries them out after ``decide`` and after ``build``. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class BatchServices:
     preemption_saver: PreemptionSaver
     prefill_budget: PrefillBudget
     speculator: Speculator
-    max_batch_tokens: int  # without draft tokens
+    max_batch_tokens: int  # maximum rows of a step, not counting draft tokens
     max_sequence_tokens: int
 
 
@@ -137,7 +136,7 @@ class BatchBuilder:
         return batch
 
     def _add_branches(self, slices: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:
-        """Adds branches of draft trees, in the blocks that remain after all slices have theirs."""
+        """Adds branches of draft trees, in the blocks that remain after all slices have got their blocks."""
         began, count = time.perf_counter(), 0
         for i, draft in trees.items():
             sequence, piece = slices[i]

@@ -10,7 +10,7 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 
 # Number of token slots in the overflow, behind the tokens of a step, that get disk blocks before the step. The step and
-# the draft model write draft tokens into these slots, and never further.
+# the draft model write draft tokens into these slots only.
 LOOKAHEAD_TOKENS = 128
 
 

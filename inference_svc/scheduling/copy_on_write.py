@@ -1,7 +1,7 @@
-"""Copy-on-write: starts a sequence on the blocks of another one.
+"""Copy-on-write: starts a sequence on the blocks of another sequence.
 
-A sequence writes only behind its computed tokens, and shares only whole blocks. So the one copy, of the partial block
-that it continues to write, happens when sharing begins. Only the engine's thread uses this module.
+A sequence writes only behind its computed tokens, and shares only whole blocks. So only the partial block that the new
+sequence continues to write is copied, once, when sharing begins. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class PrefixSource:
 
     @property
     def table(self) -> BlockTable:
-        """Block table of the source; there must be one."""
+        """Block table of the source. The source must have one."""
         table = self.cached.table if self.cached else self.running.kv.table if self.running else None
         assert table is not None, "a source without pages"
         return table
 
     @property
     def num_released(self) -> int:
-        """Leading tokens whose blocks were released."""
+        """Number of leading tokens whose blocks were released."""
         return self.table.num_released if self.tokens else 0
 
     @property
     def num_in_place(self) -> int:
-        """Tokens that need no new blocks."""
+        """Number of leading tokens that need no new blocks."""
         return self.tokens if self.running is not None else self.num_released
 
 
@@ -66,7 +66,7 @@ class CopyOnWrite:
         return True
 
     def share(self, sequence: Sequence, source: PrefixSource, needed: int) -> bool:
-        """Shares the prefix's whole blocks and copies the last, partial one."""
+        """Shares the prefix's whole blocks, and copies the partial block at its end."""
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)
         table = self._pool.share(source.table, source.tokens)
@@ -88,7 +88,7 @@ class CopyOnWrite:
         return True
 
     def copy(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Copies a prefix into contiguous blocks, because torch's attention must gather scattered ones."""
+        """Copies a prefix into contiguous blocks, because torch's attention must gather scattered blocks."""
         if not source.tokens:
             return False
         left = source.num_released

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from inference_svc.model_runner.forward_batch import SequenceSlice
 
-# _MAX_RATIO: a step counts as at most this multiple of the running mean, because a longer one was interrupted. _GAIN:
+# _MAX_RATIO: a step counts as at most this multiple of the running mean, because a longer step was interrupted. _GAIN:
 # weight of a new step in the running mean.
 _MAX_RATIO, _GAIN = 2.0, 0.25
 # Steps with fewer prompt rows do not update the cost of a row.
@@ -22,7 +22,7 @@ class PrefillBudget:
     """Cost model of a step: a fixed cost and a cost per prompt row.
 
     Both are measured at the start and updated with every step. ``budget_seconds`` limits the time of a step with both
-    decoding sequences and prompts; 0 for no limit. Only the engine's thread changes it.
+    decoding sequences and prompts; 0 for no limit. Only the engine's thread changes the model.
     """
 
     def __init__(self, budget_seconds: float) -> None:

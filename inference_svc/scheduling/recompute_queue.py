@@ -58,7 +58,7 @@ class RecomputeQueue:
         self._pending.pop(sequence, None)
 
     def next(self, running: list[Sequence]) -> Sequence | None:
-        """Chooses the sequence that recomputes a piece in this step, round-robin; None for none.
+        """Chooses the sequence that recomputes a piece in this step, round-robin; None if no sequence does.
 
         Recomputes and prompts alternate, so that a step has either a piece or prompt rows beside its decoding rows.
         """

@@ -1,15 +1,17 @@
-"""Scheduler: rows per step, preemption. Pure: numbers in, decisions out. ``waiting_order`` chooses whom to admit.
+"""Scheduler: chooses the rows of a step and the sequences to preempt.
+
+The functions are pure: numbers in, decisions out. ``waiting_order`` chooses which sequence to admit.
 
 Rows: each decoding sequence gets one row. The oldest prompt gets half of the remaining rows, and the shortest prompts
 get the rest, so that a short prompt does not wait for a long one and a long prompt always progresses. A sequence whose
-layers are still loading runs only when no other sequence is ready, one such sequence per step, because the step waits
-for these layers. While any sequence decodes, the prefill budget limits prompt rows.
+layers are still loading runs only if no other sequence is ready, because the step must wait for its layers. A step runs
+at most one such sequence. While any sequence decodes, the prefill budget limits prompt rows.
 
 Blocks: if a sequence needs a block and none is free, the youngest sequence is preempted. The oldest is never preempted,
 so that sequences finish one after the other. Admission leaves free blocks for running sequences, because each admission
 would otherwise cause a preemption.
 
-Draft tokens get the rows and blocks that remain after all sequences have theirs.
+Draft tokens get the rows and blocks that remain after all sequences have got their own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 # Prompts get at least 1 / _PREFILL_SHARE of the rows, even if decoding sequences could use all.
 _PREFILL_SHARE = 4
-# Fewer rows of a prompt cost more per row than they gain.
+# Minimum rows of a prompt in a step, because a step with fewer rows costs too much per row.
 _MIN_CHUNK_TOKENS = 32
 _RESERVE_SHARE = 100
 
@@ -65,8 +67,9 @@ def plan_step(
 ) -> StepPlan:
     """Plans the next step: ``budget`` rows at most, ``prompt_rows`` of them for prompts while others decode.
 
-    ``free_pages``: free and evictable blocks. ``pending_pages``: blocks that will be free after pending saves; while
-    there are any, no sequence is preempted, and a sequence that needs more than the free blocks waits a step.
+    ``free_pages`` counts free and evictable blocks. ``pending_pages`` counts blocks that will be free after pending
+    saves. While there are such blocks, no sequence is preempted: a sequence that needs more than the free blocks waits
+    a step.
     """
     order = sorted(range(len(entries)), key=lambda i: entries[i].arrived_at)
     ready = [i for i in order if not entries[i].is_loading] or order[:1]

@@ -18,7 +18,7 @@ MAX_HOLD_SECONDS = 60.0
 class Candidate:
     """A waiting sequence, in numbers.
 
-    ``known``: leading tokens that need no computation. ``held_back``: a running sequence will soon have more of them.
+    ``known``: leading tokens that need no computation. ``held_back``: a running sequence will soon share more tokens.
     """
 
     waited_seconds: float

@@ -1,9 +1,9 @@
 """Sliding-window release: saves and frees blocks behind every layer's window.
 
-Applies to models in which all layers have a sliding window. While a sequence runs, the connector saves the part of it
-that is behind the window, and the blocks of the part are freed after the save. Without a connector, after a failed
-save, or when other sequences need the blocks, the blocks are freed at once. The rest of that sequence is then not saved
-either, because a lookup cannot find it without the missing part.
+Applies to models in which all layers have a sliding window. While a sequence runs, the connector saves the part of the
+sequence that is behind the window. The part's blocks are freed after the save. The blocks are freed at once without a
+connector, after a failed save, or when other sequences need them. Then the remaining tokens of the sequence are not
+saved either, because a lookup cannot find them without the missing part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inference_svc.sequence.sequence import Sequence
 log = structlog.get_logger("engine")
 
 # A part of fewer than _MIN_SAVED_TOKENS is not saved yet. If the connector has got more than _MAX_UNSAVED_TOKENS and
-# stored none of them, its chunks are too long: the sequence is then not saved at all.
+# stored none of them, its chunks are too long, and the sequence is never saved.
 _MIN_SAVED_TOKENS, _MAX_UNSAVED_TOKENS = 128, 8192
 
 
@@ -64,7 +64,7 @@ class WindowReleaser:
 
     @property
     def pending_pages(self) -> int:
-        """Number of blocks that pending saves and their sequences alone refer to."""
+        """Number of blocks to which only pending saves and their sequences refer."""
         return sum(
             self._pool.count_exclusive_pages(part.pages, part.source if sequence.kv.table is part.source else None)
             for sequence, part in self._pending.items()
@@ -102,7 +102,7 @@ class WindowReleaser:
         self._pool.free(part.pages)
 
     def _release_prefix(self, table: BlockTable, tokens: int) -> None:
-        """Frees leading blocks, zeroed: they may contain NaN, which attention would multiply by zero."""
+        """Frees leading blocks after zeroing them. They may contain NaN, which attention would multiply by zero."""
         freed = self._pool.share(table, tokens)
         self._pool.release_prefix(table, tokens)
         self._pool.zero_exclusive(freed)

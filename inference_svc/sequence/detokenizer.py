@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
         self._known = len(tokenizer)
         self._ids: list[int] = []
         self._shown_from = 0  # ids before this index are converted to text
-        self._context_from = 0  # ids before this index do not affect the text of later ones
+        self._context_from = 0  # ids before this index do not affect the text of later ids
         self._held = ""
         self._pushed = 0
         self.stopped_by = ""
@@ -71,7 +71,7 @@ class IncrementalDetokenizer:
         return out
 
     def _decode(self, ids: list[int]) -> str:
-        # A model may have more ids than its tokenizer (padding of the vocabulary); these have no text.
+        # A model may have more ids than its tokenizer (padding of the vocabulary). Additional ids have no text.
         return str(self._tokenizer.decode([i for i in ids if i < self._known], skip_special_tokens=self._skip_special))
 
     def _release(self, text: str) -> str:
@@ -99,7 +99,7 @@ def _overlap(text: str, stop: str) -> int:
 def split_text(decode: Callable[[list[int]], str], tokens: list[int], ends: Sequence[int]) -> list[str]:
     """Splits the text of ``tokens`` at the token counts ``ends`` (ascending; the last is the number of tokens).
 
-    The joined pieces are the text of all tokens. A character whose tokens are in two pieces belongs to the second one.
+    The joined pieces are the text of all tokens. If a character's tokens are in two pieces, it is in the second piece.
     Each piece is decoded with the piece before it as context, as in ``IncrementalDetokenizer``, because a token's text
     may depend on the token before.
     """

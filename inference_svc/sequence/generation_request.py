@@ -47,11 +47,11 @@ class GenerationRequest:
     max_tokens: int
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]  # tokens that end the answer
-    own_stop_token_ids: frozenset[int] = frozenset()  # those of stop_token_ids that the request itself names
+    own_stop_token_ids: frozenset[int] = frozenset()  # the members of stop_token_ids that the request itself names
     include_stop: bool = False  # the text of the stop token or string is part of the answer
     cache: CacheParams = field(default_factory=CacheParams)
     num_logprobs: int | None = None
-    logprob_tokens: tuple[int, ...] = ()  # reported with every token instead of the likeliest ones
+    logprob_tokens: tuple[int, ...] = ()  # tokens to report at every position, instead of the likeliest tokens
     num_prompt_logprobs: int | None = None
     speculation: SpeculationMode = SpeculationMode.OFF
     max_branches: int | None = None  # maximum paths of a draft tree; None for the worker's limit

@@ -21,11 +21,11 @@ MISS_UNAVAILABLE, MISS_LOAD_SLOWER = "unavailable", "load_slower"
 class LoadResult:
     """Loaded part of a prompt. Times are in milliseconds.
 
-    The connector reports it as soon as the engine may compute the sequence. The first ``tokens`` tokens are in the
-    sequence's blocks, except those behind the window of sliding-window layers. With a ``gate``, deeper layers are still
-    being loaded. ``table`` replaces the sequence's block table if the load moved its blocks to other tokens. ``plan``
-    describes the tokens whose keys and values were computed in another context; the selector of ``repair`` chooses
-    those to compute again.
+    The connector reports the result as soon as the engine may compute the sequence. The first ``tokens`` tokens are in
+    the sequence's blocks; in layers with a sliding window, only the last of them are. With a ``gate``, deeper layers
+    are still being loaded. ``table`` replaces the sequence's block table if the load moved its blocks to other tokens.
+    ``plan`` describes the tokens whose keys and values were computed in another context. The selector of ``repair``
+    chooses which of these tokens to compute again.
     """
 
     tokens: int = 0
@@ -37,7 +37,7 @@ class LoadResult:
     lookup_ms: float = 0.0
     transfer_ms: float = 0.0
     looked_up_at: float = 0.0  # end of the lookup (time.perf_counter); 0 without a lookup
-    restore_ms: float = 0.0  # load time until this report; ``gate`` measures the rest
+    restore_ms: float = 0.0  # load time until this report; ``gate`` measures the load time after it
 
 
 class LoadCallback(Protocol):
@@ -61,9 +61,10 @@ class ProbeCallback(Protocol):
 class KVConnector(Protocol):
     """Loads and stores sequences asynchronously.
 
-    Methods return at once and do not change the sequence. The connector calls each callback once, on another thread;
-    for an abandoned load, ``forget`` itself may call it. From ``load`` or ``save`` until the callback, the connector
-    owns the sequence's blocks; with a ``gate``, it owns the blocks of loaded tokens until the gate is done.
+    Methods return at once and do not change the sequence. The connector calls each callback once, on another thread.
+    For an abandoned load, ``forget`` may call the callback on the caller's thread. From ``load`` or ``save`` until the
+    callback, the connector owns the sequence's blocks. With a ``gate``, it owns the blocks of loaded tokens until the
+    gate is done.
     """
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
@@ -100,7 +101,7 @@ class KVConnector(Protocol):
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         """Starts to store the whole chunks of the first ``tokens`` tokens of a running sequence.
 
-        ``table`` has references to their blocks until the callback, so the sequence may end meanwhile. False if nothing
+        ``table`` has references to their blocks until the callback, so the sequence may end earlier. False if nothing
         can be stored.
         """
         ...

@@ -12,8 +12,8 @@ from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 class KVState:
     """Location and progress of a sequence's keys and values.
 
-    Only the engine's thread changes it, and only with these methods. A thread that loads or stores the sequence's
-    blocks may read ``table``, ``num_computed`` and ``stored``.
+    Only the engine's thread changes the state, and only with these methods. A thread that loads or stores the
+    sequence's blocks may read ``table``, ``num_computed`` and ``stored``.
     """
 
     __slots__ = (
@@ -46,7 +46,7 @@ class KVState:
 
     @property
     def is_loaded(self) -> bool:
-        """True if all layers are in the pool: none is still loading or failed to load."""
+        """True if all layers are in the pool: no layer is still loading, and no layer failed to load."""
         return self.layers is None or self.layers.complete
 
     @property
@@ -55,7 +55,7 @@ class KVState:
         return self.num_computed if self.plan is None else min(self.num_computed, self.plan.exact)
 
     def attach(self, table: BlockTable) -> None:
-        """Takes ownership of a table's blocks; the sequence frees them, also if admission fails later."""
+        """Takes ownership of a table's blocks. The sequence frees them, even if its admission fails later."""
         self.table = table
 
     def reuse_prefix(self, num_tokens: int, stored: StoredPrefix | None) -> None:

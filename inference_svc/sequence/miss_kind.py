@@ -12,7 +12,7 @@ MISS_SKIPPED, MISS_CORRUPT = "skipped", "corrupt"
 
 
 def computed_tokens(sequence: Sequence) -> int:
-    """Number of prompt tokens that an answer computed; the last one always is, so 1 is no miss."""
+    """Number of prompt tokens that an answer computed. The last token is always computed, so 1 means no miss."""
     return sequence.request.num_prompt_tokens - sequence.usage.num_cached
 
 

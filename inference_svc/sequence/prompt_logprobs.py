@@ -1,8 +1,8 @@
 """Prompt logprobs: log probabilities of a prompt's own tokens.
 
 Requested by ``echo`` and ``prompt_logprobs``. A row of logits is as wide as the vocabulary, so a step computes prompt
-logprobs of few rows. Such a prompt is computed from its first token even if it is cached, because the cache has keys
-and values, but no logits. Only the engine's thread uses this module.
+logprobs of few rows. A prompt with prompt logprobs is computed from its first token even if it is cached, because the
+cache has keys and values, but no logits. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations

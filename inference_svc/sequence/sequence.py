@@ -51,7 +51,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """One event of a sequence: a token, its end, or the stored prefix.
+    """One event of a sequence: a token, the end of the answer, or the stored prefix.
 
     ``finish`` ends the answer. Unless the sequence was cancelled or failed (``error``), one more output follows, with
     ``stored_tokens``: the number of the sequence's tokens in the cache.
@@ -119,7 +119,7 @@ class SpeculationState:
     """
 
     mode: SpeculationMode = SpeculationMode.OFF
-    num_draft_tokens: int = 0  # verified
+    num_draft_tokens: int = 0  # verified draft tokens
     num_accepted_tokens: int = 0
 
 
@@ -144,7 +144,7 @@ class Sequence:
     usage: ReuseUsage = field(default_factory=ReuseUsage)
     timings: RequestTimings = field(default_factory=RequestTimings)
     timestamps: RequestTimestamps = field(default_factory=RequestTimestamps)
-    miss: Future[MissReason | str] = field(default_factory=Future)  # set once by the connector; a text names a kind
+    miss: Future[MissReason | str] = field(default_factory=Future)  # set once by the connector; a str is the kind only
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # from the prompt's second token on
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from inference_svc.server.worker_config import WorkerConfig
 
 log = structlog.get_logger("worker")
 
-# A request that arrives waits for at most one forward of this many rows.
+# Maximum rows of a forward of the verification. A request that arrives waits for at most one such forward.
 _PIECE_ROWS = 64
 _POLL_SECONDS = 0.2
 _LOCK = "verification.lock"
@@ -41,7 +41,7 @@ class IdleVerification:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
         self.progress = "it starts while the node is idle"
-        """Progress in words; empty after the end."""
+        """Progress of the verification in words; empty after its end."""
 
     def start(self, report: Callable[[], None]) -> None:
         """Start. The thread calls ``report`` when there is a verdict."""

@@ -135,7 +135,8 @@ class InferenceService(InferenceServiceServicer):
                     read_calls(calls, part)
                     texts.append(part.text)
                     add_calls(message.tool_calls, part.tool_calls)
-                    # A stop string, or a call beyond the allowed one, is among the tokens and not in the message.
+                    # The answer's tokens may include a stop string or an excess call that ``message`` lacks. The tokens
+                    # of such answers are not kept.
                     called = part.finish_reason == pb.FINISH_REASON_TOOL_CALLS and part.WhichOneof("stopped_by") is None
                     if called and calls.calls == len(message.tool_calls):
                         message.content = "".join(texts)
@@ -188,7 +189,7 @@ class InferenceService(InferenceServiceServicer):
         return sequence, outputs
 
     async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Compile the request's grammar; on a thread if the request may have one."""
+        """Compile the request's grammar; on a thread if the request may have a grammar."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._requests.grammar_state(request)
         return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
@@ -380,7 +381,7 @@ class InferenceService(InferenceServiceServicer):
 
 
 def _check_explain(request: pb.GenerateRequest, context: Context) -> None:
-    """Let only callers at the Unix socket learn about other tenants: the gateway, for its operators."""
+    """Report other tenants only to callers at the Unix socket: to the gateway, which does so for its operators."""
     if request.explain_across_tenants and not context.peer().startswith("unix"):
         request.explain_across_tenants = False
 

@@ -1,7 +1,7 @@
 """LoRA administration: loads and unloads adapters while requests run.
 
-Adapters are loaded only from folders below ``--lora-root``, one at a time. The engine's thread computes one trial row;
-the rest runs on other threads, so that requests continue.
+Adapters are loaded only from folders below ``--lora-root``, one at a time. The engine's thread only computes a trial
+row. Everything else runs on other threads, so that requests continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = structlog.get_logger("worker")
 class LoraAdmin:
     """Administration of a worker's adapters.
 
-    The methods block. Any thread may call them; they raise KVSidecarError with one sentence.
+    The methods block. Any thread may call them. For a bad request they raise KVSidecarError.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -118,7 +118,7 @@ class LoraAdmin:
             self._detach(gone.fingerprint)
 
     def _attach(self, name: str, fingerprint: bytes) -> bool:
-        """Open an adapter's session with the daemon before its first request; False if there is one already."""
+        """Open an adapter's session with the daemon before its first request; False if it has a session already."""
         cache, address = self._runtime.cache, daemon_address(self._config)
         if cache is None or address is None or cache.has_adapter(fingerprint):
             return False
@@ -152,6 +152,6 @@ def _resolve_below(root: Path, path: str) -> Path:
 
 
 def _on_short_lived_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` on a thread that ends after it; ``runtime.build_runtime`` has the reason."""
+    """Run ``work`` on a thread that ends after it; ``runtime.build_runtime`` explains why."""
     with ThreadPoolExecutor(1, "load") as thread:
         return thread.submit(work).result()

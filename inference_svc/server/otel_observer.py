@@ -20,7 +20,7 @@ from inference_svc.sequence.sequence import Sequence
 SERVICE_NAME = "kvsidecar-worker"
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _PROVIDER = "kvsidecar"
-# Bucket boundaries that these conventions recommend, in seconds.
+# Bucket boundaries that OpenTelemetry's conventions recommend, in seconds.
 _DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,

@@ -27,8 +27,8 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> DiskOverflow | None:
     """Open the disk overflow of a pool of ``pool_tokens`` tokens.
 
-    None if it is off, not needed, or, with ``auto``, not possible. Raises ConfigurationError if the configured size is
-    impossible.
+    None if the overflow is off or not needed; with ``auto``, also if no overflow is possible. Raises ConfigurationError
+    if the configured size is impossible.
     """
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
@@ -64,14 +64,14 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
 
 
 def _reclaims_window(loaded: LoadedModel) -> bool:
-    """True if all layers have a window: the pool then frees blocks behind it, and no request needs the overflow."""
+    """True if all layers have a window: then the pool frees blocks behind the window, and no request needs overflow."""
     return bool(loaded.windows) and all(loaded.windows) and cpu_attention.serves(loaded.dtype, loaded.head_dim)
 
 
 def _free_disk_bytes(folder: Path) -> int:
     """Create a folder and return the free bytes of its disk.
 
-    Raises ConfigurationError, also for a folder in memory.
+    Raises ConfigurationError if the folder cannot be used or is in memory.
     """
     ensure_private_dir(folder)
     at = folder.resolve()

@@ -20,7 +20,7 @@ log = structlog.get_logger("worker")
 
 
 def build_pool(config: WorkerConfig, loaded: LoadedModel, ranks: RankProcesses | None = None) -> KVPool:
-    """Build the KV pool. All ranks of a worker get the same number of blocks, of ``pool_bytes`` together."""
+    """Build the KV pool. All ranks get the same number of blocks; their pools take ``pool_bytes`` together."""
     shard = loaded.shard
     kv_heads = loaded.kv_heads if shard is None else max(shard.all_kv_heads, shard.size)
     per_token = KVPool.bytes_per_token(loaded.layers, kv_heads, loaded.head_dim, loaded.dtype)
@@ -30,7 +30,7 @@ def build_pool(config: WorkerConfig, loaded: LoadedModel, ranks: RankProcesses |
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
             f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
-    # A full batch of the longest sequences uses no more tokens than this.
+    # Upper bound: the tokens of a full batch of the longest sequences.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return new_pool(loaded, tokens, open_overflow(config, loaded, tokens) if shard is None else None, ranks)
 

@@ -46,7 +46,7 @@ def has_host_pool(settings: ModelSettings) -> bool:
 
 
 def check_pool_bytes(settings: ModelSettings) -> None:
-    """Raise ConfigurationError for a KV pool in host memory that no machine or control group of this size holds."""
+    """Raise ConfigurationError if a KV pool in host memory exceeds the limit of the machine or control group."""
     limit = memory_limit_bytes()
     if has_host_pool(settings) and settings.pool_bytes > limit:
         raise ConfigurationError(

@@ -150,7 +150,7 @@ class Engine:
         self._daemon = self._folder = None
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
-        """Generate one answer. ``prompt`` is text, token ids or chat messages; options as in ``kvsidecar.Client``."""
+        """Generate one answer. ``prompt`` is text, token ids or chat messages; options are ``kvsidecar.Client``'s."""
         return self.generate_many([(prompt, options)])[0]
 
     def generate_batch(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Result]:
@@ -226,9 +226,9 @@ class Engine:
         """Verify approximate reuse: measure how answers change when documents were cached in another order.
 
         It verifies the selector ``repair``, by default the engine's setting; for ``auto`` it chooses the cheapest
-        selector that passes. With ``store``, the daemon stores the verdict with the namespace, and its workers use
-        approximate reuse only if it passed. No other request may run meanwhile. Raises InvalidRequest,
-        ModelUnsupported.
+        selector that passes. With ``store``, the daemon stores the verdict with the namespace, and workers of the
+        namespace use approximate reuse only if it passed. No other request may run during the verification. Raises
+        InvalidRequest, ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
         if engine.loaded.shard is not None:

@@ -119,14 +119,14 @@ class Runtime:
 def build_runtime(config: WorkerConfig) -> Runtime:
     """Load the model and start the engine. Raises ConfigurationError, ModelUnsupported.
 
-    Runs on a thread that ends afterwards. OpenMP keeps a team of threads for every thread that computed. If the teams
-    have more threads than the machine has cores, OpenMP lets all of them sleep between operations, which makes a decode
-    step 15 to 25 % slower. So only the engine's thread may keep a team.
+    Loads on a thread that ends afterwards, for the following reason. OpenMP keeps a team of threads for every thread
+    that computed. If the teams have more threads than the machine has cores, OpenMP lets all of them sleep between
+    operations, which makes a decode step 15 to 25 % slower. So only the engine's thread may keep a team.
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
         built = thread.submit(_load_and_assemble, config).result()
-    trim_freed_memory()  # returns the memory of the weights before packing
+    trim_freed_memory()  # returns the memory of weights that packed copies have replaced
     return built
 
 
@@ -196,7 +196,7 @@ def _assemble(
         ranks.watch(engine.end)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
-        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # counts requests of all adapters, too
+        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # these counters include requests of adapters
     verification: IdleVerification | None = None
     if cache is not None and loaded.streamed is None and policy.enabled and policy.key_rotation is not None:
         verification = None if policy.unverified else IdleVerification(engine, cache, config)

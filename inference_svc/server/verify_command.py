@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 def report_table(report: Report) -> Table:
     """Format the report as a table."""
     title = f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats"
-    table = Table(title=title, box=None, padding=(0, 1), pad_edge=False)  # all of it within 80 columns
+    table = Table(title=title, box=None, padding=(0, 1), pad_edge=False)  # the table must fit into 80 columns
     for name in ("arm", "KL mean", "KL p99", "agrees", "of 16", "control", "cost", "asked", "pass"):
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for f in report.findings:

@@ -29,20 +29,20 @@ class ModelSettings(BaseSettings):
     """demo (built in for tests, no assistant), a name of `kvsidecar models`, a folder, a GGUF file, a hub id, or
     shape:NAME (random weights, for measurements). Empty: smollm2, which is downloaded if necessary."""
     served_name: str = ""
-    """Model name for clients; when empty the value of model, or the folder's name."""
+    """Model name for clients. When empty, it is the value of model, or the name of the model's folder."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
-    """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
+    """auto (the checkpoint's dtype), float32, bfloat16 or, on CUDA, float16."""
     weights: Literal["auto", 16, 8, 4, "codes"] = "auto"
-    """Bits per linear weight in memory: auto (the checkpoint's), 16, or on a CPU 8 or 4, which take less memory and
-    time; 8 hardly changes answers, 4 does. codes keeps a quantized GGUF file's own codes on a CPU: as small and fast as
-    4, as accurate as the file; auto converts such a file to 16 bits."""
+    """Bits per linear weight in memory: auto (the checkpoint's bits), 16, or on a CPU 8 or 4, which take less memory
+    and time. 8 bits hardly change answers; 4 bits change some. codes keeps a quantized GGUF file's own codes on a CPU:
+    they are as small and fast as 4 bits, and as accurate as the file. auto converts such a file to 16 bits."""
     stream: Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"] = "auto"
-    """Layer streaming for models larger than a CPU's or GPU's memory: layers are read ahead of their use. auto (none
-    if the model fits, else as few layers as possible), off, partial_resident (all layers except keep_first and
-    keep_last; if both are 0, all except as many as fit), ffn_only_stream (all but attention), full_stream. It does not
-    change answers."""
+    """Layer streaming for models larger than a CPU's or GPU's memory: layers are read before they are used. auto
+    streams as few layers as possible, and no layer if the model fits. off streams no layer. partial_resident streams
+    all layers except keep_first and keep_last; if both are 0, it keeps as many layers in memory as fit. ffn_only_stream
+    streams the feed-forward part of all layers. full_stream streams all layers. Streaming does not change answers."""
     keep_first: int = Field(default=0, ge=0, le=4096)
     """With stream=partial_resident: number of first layers that stay in memory."""
     keep_last: int = Field(default=0, ge=0, le=4096)
@@ -50,7 +50,7 @@ class ModelSettings(BaseSettings):
     stream_slots: int = Field(default=3, ge=2, le=64)
     """Streamed layers in memory at one time: one in use, the others read ahead."""
     memory_bytes: int = 0
-    """Memory limit of a worker for the choice of stream; the free memory of machine and control group when 0."""
+    """Memory limit of a worker, for the choice of streamed layers; 0: the free memory of machine and control group."""
     reuse_anywhere: bool = False
     """Reuse text wherever it stands in a prompt, such as retrieved documents in any order, and compute a part of it
     again. It may change answers, and needs a passed verification: SmolLM2's is shipped, other models are verified at
@@ -64,7 +64,7 @@ class ModelSettings(BaseSettings):
     """Split of prompts into chunks. content_defined and document find text again at another position: both split
     at separators and marked segments, content_defined also after blank lines and within long texts."""
     document_separator: str = Field(default="", max_length=64)
-    """Text before which documents are split; requests may set their own. Blank lines need none."""
+    """Text that separates documents: a prompt is split before it. Requests may set their own. Blank lines need none."""
     share_across_machines: bool = False
     """Share stored chunks with workers of other numerics (another CPU, kernel variant or version of PyTorch) that set
     this, too. When off, workers share chunks only if a probe at the start shows that they compute the same bits. When
@@ -83,7 +83,7 @@ class ModelSettings(BaseSettings):
     """Ranks of each worker: processes that divide every layer of the model among them, one per GPU, or on a CPU by
     cores. pool_bytes and cores are divided, too. Layer streaming, draft models, adapters and reuse_anywhere need 1."""
     rank_timeout_seconds: float = Field(default=300.0, ge=1.0, le=86400.0)
-    """With several ranks, how long they wait for each other, at the start and in a step, before the worker ends."""
+    """Maximum seconds for which several ranks wait for each other, at the start and in a step; then the worker ends."""
     strict: bool = True
     """Refuse unverified architectures."""
     speculate: Literal["off", "ngram", "draft", "auto"] = "off"
@@ -104,7 +104,7 @@ class ModelSettings(BaseSettings):
     """Folder below which operators may load adapters, and unload them, while requests run (/v1/load_lora_adapter,
     /v1/unload_lora_adapter); when unset, the adapters are fixed."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
-    """Format of the model's tool calls; auto: that of its chat template, else JSON as its prompt requests."""
+    """Format of the model's tool calls; auto: the format of its chat template, or JSON if the template has none."""
     vllm_grpc: str = ""
     """Additional host:port with vLLM's gRPC contract only (vllm.grpc.engine.VllmEngine), for routers such as smg; in a
     node with several workers, each uses the next port. Off by default; there is no authentication. Needs
@@ -200,8 +200,8 @@ class WorkerConfig(ModelSettings):
     socket: Path = Field(default_factory=lambda: default_runtime_dir() / "worker-0.sock")
     """Unix socket to listen on; created with mode 0600."""
     tcp: str = ""
-    """Additional host:port. Off by default; there is no authentication. With `serve`, each further worker uses the next
-    port, for this and for the other ports of a worker."""
+    """Additional host:port. Off by default; there is no authentication. With `serve`, the second worker uses the next
+    port, and so on; this is also true for a worker's other ports."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
     """Socket of the cache daemon on this host; none for no daemon."""
     name: str = "worker-0"
@@ -216,9 +216,9 @@ class WorkerConfig(ModelSettings):
     batch_tokens: int = Field(default=512, ge=16, le=65536)
     """Maximum tokens of one step; longer prompts are prefilled in pieces (chunked prefill)."""
     prefill_step_ms: int = Field(default=250, ge=0, le=600_000)
-    """Maximum milliseconds of a step that prefills prompts while other requests decode, and so the longest gap in their
-    streams: prompts are prefilled in pieces of as many tokens as fit, at least 32. Their time to the first token
-    increases by a few percent; 0 for pieces of batch_tokens always."""
+    """Maximum milliseconds of a step that prefills prompts while other requests decode, and so the longest gap in the
+    streams of these requests. Prompts are prefilled in pieces of as many tokens as fit, at least 32. Their time to the
+    first token increases by a few percent. With 0, pieces always have batch_tokens."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
     """Maximum sequences in a batch."""
     max_waiting: int = Field(default=1024, ge=1)

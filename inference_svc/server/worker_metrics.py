@@ -23,7 +23,7 @@ _GAUGES = (
     "pending_saves",
     "resident_sequences",
 )
-# vLLM's metric names after our prefix.
+# These metrics have vLLM's names behind our prefix.
 _SPECULATION = {
     "spec_decode_num_drafts": ("drafts", "Drafts that were verified"),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens that were verified"),
@@ -54,7 +54,7 @@ _COUNTERS = (
     "stored_chunks",
     "refused_chunks",
 )
-# Fields of CacheStats.
+# Metrics with the values of fields of CacheStats.
 _CACHE = {
     "loaded_bytes": "Bytes of chunks that were copied into the pool",
     "stored_bytes": "Bytes of chunks that were written for the daemon",

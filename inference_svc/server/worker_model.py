@@ -1,6 +1,6 @@
 """Worker model: the model, pool and policies that a process computes with, from its settings.
 
-Rank 0 and the other ranks of a tensor-parallel worker build them alike.
+Rank 0 and the other ranks of a tensor-parallel worker build them in the same way.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _probe_batch_invariance(loaded: LoadedModel) -> None:
 
 
 def warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
-    """Log the products whose rows have other bits in another batch."""
+    """Log the products that give a row other bits in another batch."""
     if bad:
         log.warning(
             "a row's bits depend on its batch on this CPU, so answers with the cache may differ in their last bits; "

@@ -28,10 +28,10 @@ from inference_svc.server.worker_metrics import serve_metrics
 
 # EX_SOFTWARE: the engine has stopped, and only a new process can start another engine.
 EXIT_ENGINE_STOPPED = 70
-# Grace periods after the engine has stopped: for errors to reach callers, and for queued saves.
+# Grace periods after the engine has stopped: first for errors to reach callers, then for queued saves.
 _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.2
-# Longer than a gateway's poll takes to notice that this worker takes no new requests.
+# Time in which this worker refuses new requests before it stops: gateways poll more often and so notice in time.
 _REFUSE_SECONDS = 1.5
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Weights in draft tokens: of a prior in the common counts, and of the common rate in an answer's rate.
+# In the common counts, a prior weighs as much as _PRIOR_WEIGHT draft tokens. In an answer's rate, the common rate
+# weighs as much as _COMMON_WEIGHT draft tokens.
 _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
-# Each new draft token multiplies the weight of older ones by this factor, in the common and in an answer's own counts.
+# Each new draft token multiplies the weight of older ones by _COMMON_FADE in the common counts, and by _OWN_FADE in its
+# answer's counts.
 _COMMON_FADE, _OWN_FADE = 0.998, 0.96
 
 
@@ -54,8 +56,8 @@ class AcceptanceStats:
 class VerificationResult:
     """Result of verifying one sequence's draft tree in a step.
 
-    The tree had ``drafted`` tokens at up to ``depth`` positions, on the first path and ``branches`` further paths.
-    ``accepted`` tokens became part of the answer, ``branched`` of them not on the first path.
+    The tree had ``drafted`` tokens at up to ``depth`` positions, on the first path and on ``branches`` further paths.
+    ``accepted`` tokens became part of the answer; ``branched`` of these tokens were on further paths.
     """
 
     drafted: int

@@ -1,10 +1,10 @@
 """Branch tables: block tables of draft-tree branches, for one step.
 
 Branches have tokens at the same positions, and a row attends to the earlier keys in its block table. So each branch has
-its own table: it shares the sequence's blocks before the one in which the branch begins, and owns new blocks from there
-on. The computed keys and values in the first new block are copied. Rows of the same step that precede the branch write
-their keys and values into this block too. So each row sees its keys in the same order and key blocks as without
-branches, and gets the same bits. Only accepted rows are copied back to the sequence's blocks.
+its own table: it shares the sequence's blocks before the block in which the branch begins, and owns that block and the
+later ones. The sequence's computed keys and values in that block are copied. Rows of the same step that precede the
+branch write their keys and values into that block, too. So each row sees its keys in the same order and key blocks as
+without branches, and gets the same bits. Only accepted rows are copied back to the sequence's blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BranchTables:
         assert sequence.kv.table is not None
         root = len(sequence.tokens) - 1
         first, *others = draft.paths()
-        # For each sampled row, the table with its keys and values; and the row of each tree node.
+        # The table with the keys and values of each sampled row, and the row of each tree node.
         tables = [sequence.kv.table] * (1 + len(first))
         rows = {-1: 0} | {node: row for row, node in enumerate(first, 1)}
         found = list[Branch]()

@@ -74,7 +74,7 @@ def _best(ordered: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts
 
 
 def _fitting(ordered: Sequence[DraftNode], widths: Sequence[int]) -> tuple[list[DraftNode], list[bool]]:
-    """Drops nodes that exceed the branch limits. Returns the rest, and True for each that begins a branch."""
+    """Drops nodes that exceed the branch limits. Returns the other nodes, and for each whether it begins a branch."""
     taken, forked = list[DraftNode](), list[bool]()
     there, children, branches = set[tuple[int, int]](), set[tuple[int, int]](), Counter[int]()
     for node in ordered:

@@ -70,8 +70,8 @@ class DraftModelProposer:
     slots that verification overwrites. So it needs no blocks and no prefill.
     """
 
-    # Priors of the sampled token and of its alternative. The alternative's is low, so it is not verified at first; but
-    # the speculator compares it with the answer even unverified, and so measures its acceptance.
+    # Priors of the sampled token and of its alternative. The prior of the alternative is low, so the alternative is not
+    # verified at first. The speculator still compares it with the answer, and so measures its acceptance.
     priors = (0.6, 0.01)
 
     def __init__(
@@ -168,7 +168,7 @@ class DraftModelProposer:
     def _draft_limit(self, table: BlockTable, tokens: int, most: int) -> int:
         """Returns the number of draft tokens that fit behind ``tokens`` tokens, at most ``most``.
 
-        A copy allocates no blocks, which other sequences may need.
+        A copy allocates no blocks, because other sequences may need them.
         """
         if self._copy:
             return max(0, min(most, table.tokens - tokens, self._longest - tokens))
@@ -177,7 +177,7 @@ class DraftModelProposer:
     def _clear(self, failed: list[_PendingDraft]) -> None:
         """Zeroes keys and values of drafts whose sampling failed: they may contain NaN or infinity.
 
-        They are in the model's pool, where attention may read behind a sequence's end.
+        These keys and values are in a pool in which attention may read behind a sequence's end.
         """
         for one in failed:
             self._pool.zero_tokens(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))

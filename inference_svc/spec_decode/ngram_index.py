@@ -2,7 +2,7 @@
 
 For LONG_NGRAM and SHORT_NGRAM tokens, a hash table maps each n-gram to its last place, and a chain links each place to
 the n-gram's previous place, like the match finder of LZ77 (RFC 1951, section 4). The search compares the tokens of each
-candidate, so a hash collision costs only one step of it. The index takes 28 to 44 bytes per token of capacity.
+candidate, so a hash collision costs only one step of the search. The index takes 28 to 44 bytes per token of capacity.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NgramIndex:
                     heads[at] = place
 
     def find(self, tail: Sequence[int]) -> NgramMatch | None:
-        """Returns the longest match of the last tokens; None below SHORT_NGRAM. Of equal matches, the latest."""
+        """Returns the longest match of the last tokens; of equally long ones, the latest. None below SHORT_NGRAM."""
         return next(iter(self.find_many(tail, 1)), None)
 
     def find_many(self, tail: Sequence[int], most: int) -> list[NgramMatch]:
@@ -88,7 +88,7 @@ class NgramIndex:
         return sorted(best.values(), key=lambda match: (-match.length, -match.place))[:most]
 
     def follow(self, place: int, most: int) -> list[int]:
-        """Returns ``most`` tokens after a place. If fewer follow, it repeats them; none if none follow."""
+        """Returns ``most`` tokens after a place. Repeats the following tokens if they are fewer; empty if none."""
         found = self._tokens[place + 1 : min(place + 1 + most, self.length)].tolist()
         period = len(found)
         while 0 < len(found) < most:

@@ -17,16 +17,18 @@ from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.ngram_index import MAX_MATCHED, SHORT_NGRAM, NgramIndex, NgramMatch
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
-# Minimum match length of each confidence bucket (a longer match is accepted more often), and each bucket's prior.
+# Minimum match length of each confidence bucket, and the bucket's prior. Tokens after longer matches are accepted more
+# often.
 _SIGNS = (SHORT_NGRAM, 3, 4, 6, 9, 13, 20, MAX_MATCHED)
 _PRIORS = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9)
-# Priors of tokens that begin another branch: the longer the match, the more certain is the first path instead.
+# Priors of tokens that begin a further branch. They fall with the match length, because the first path is then
+# likelier.
 _OTHER_PRIORS = (0.3, 0.25, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05)
 # Further branches are searched for after each of the first _MAX_BRANCH_POINTS draft tokens, with at most
 # _MAX_BRANCH_TOKENS tokens each.
 _MAX_BRANCH_POINTS, _MAX_BRANCH_TOKENS = 3, 8
-# A tenant's past answers are in two generations of _GENERATION tokens each: when the younger is full, the older is
-# dropped. At most _TENANTS tenants have a history.
+# A tenant's past answers are in two generations of _GENERATION tokens each. When the younger generation is full, the
+# older one is dropped. At most _TENANTS tenants have a history.
 _GENERATION, _TENANTS = 1 << 14, 32
 # Separates answers; no token has this id.
 _END = -1
@@ -39,7 +41,7 @@ _CONTEXT = 4
 class AnswerHistory:
     """Bounded history of answers per cache scope (tenant and adapter).
 
-    The least recently used scope is dropped first. No scope ever reads the answers of another one.
+    The least recently used scope is dropped first. No scope ever reads the answers of another scope.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,7 @@ class AnswerHistory:
             self._tenants.popitem(last=False)
 
     def find(self, scope: CacheScope, tail: abc.Sequence[int], most: int) -> list[tuple[NgramIndex, NgramMatch]]:
-        """Finds up to ``most`` matches per generation, those of the younger generation first."""
+        """Finds up to ``most`` matches per generation; matches of the younger generation come first."""
         return [(chains, match) for chains in self._tenants.get(scope, ()) for match in chains.find_many(tail, most)]
 
 
@@ -153,7 +155,7 @@ class _DraftBuilder:
         self.first = 0  # tokens of the first path
 
     def add(self, parent: int, continuation: _Continuation) -> None:
-        """Adds a path behind ``parent``: a place of the first path, or ROOT."""
+        """Adds a path behind ``parent``, which is a place of the first path, or ROOT."""
         depth = self._most - 1 - parent
         found = continuation.tokens(min(depth, _MAX_BRANCH_TOKENS) if self.first else depth)
         if not found:

@@ -41,7 +41,7 @@ class Draft:
         return max(depths, default=0)
 
     def children(self, place: int) -> list[int]:
-        """Places whose parent is ``place`` or ROOT."""
+        """Places whose parent is ``place``, which may be ROOT."""
         return [i for i, parent in enumerate(self.parents) if parent == place]
 
     def paths(self) -> list[list[int]]:
@@ -68,7 +68,7 @@ class Draft:
         return found[::-1]
 
     def accepted_path(self, tokens: abc.Sequence[int]) -> list[int]:
-        """Returns the places of the draft tokens that equal the first of ``tokens``."""
+        """Returns the longest path from ROOT whose draft tokens equal the first of ``tokens``, as places."""
         found, at = list[int](), ROOT
         for token in tokens:
             at = next((i for i, p in enumerate(self.parents) if p == at and self.tokens[i] == token), ROOT)
@@ -113,7 +113,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
-        """Returns one draft per request; it may be empty."""
+        """Returns one draft per request; a draft may be empty."""
         ...
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:

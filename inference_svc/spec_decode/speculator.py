@@ -3,9 +3,9 @@
 Verification must not cost more than it saves. The speculator measures the acceptance probability of draft tokens and
 the cost of a further row, and verifies the draft tokens that give the most expected tokens per second (goodput, Liu et
 al., 2024, arXiv:2406.14066). So speculation stops by itself when a batch keeps the device busy, or when drafts are
-rejected. N-gram drafts cost almost nothing, so they are looked up for every decoding sequence, and compared with the
-sampled tokens even if they were not verified: the speculator notices without extra rows that drafts are accepted again.
-Drafts of a model are tried again after growing pauses.
+rejected. N-gram drafts cost almost nothing, so they are looked up for every decoding sequence. They are compared with
+the sampled tokens even if they were not verified, so the speculator notices without extra rows when drafts would be
+accepted again. Drafts of a draft model are tried again after growing pauses.
 
 A second branch is looked up and verified only if it gives more than the best chain and saves more time than its lookup
 takes. The gain of a branch is measured even if the branch was not verified.
@@ -35,9 +35,9 @@ log = structlog.get_logger("engine")
 
 # Draft tokens are verified only if the expected tokens per second exceed those of plain decoding by this factor.
 _MARGIN = 1.02
-# Steps after which drafts that seemed too expensive are verified once more: initial value and maximum.
+# After this number of steps, drafts that seemed too expensive are verified once more: initial value, and maximum.
 _PAUSE, _MOST_PAUSE = 64, 1024
-# The same for drafts of a model, and the maximum depth of these drafts.
+# The same numbers for drafts of a draft model, and the maximum depth of these drafts.
 _MODEL_PAUSE, _MOST_MODEL_PAUSE, _MOST_COMPUTED = 16, 1 << 14, 8
 # If the n-gram lookups of a sequence cost more than they save, only one step in _RARELY does a lookup for it.
 _RARELY = 16
@@ -75,8 +75,10 @@ class Speculator:
     def __init__(
         self, proposers: abc.Mapping[SpeculationMode, Proposer], costs: StepCostModel, most: int, branches: int = 1
     ) -> None:
-        """``proposers``: by the mode that selects only this proposer. ``most``: maximum depth of a draft. ``branches``:
-        maximum number of paths of a draft."""
+        """``proposers`` maps a mode to the only proposer that the mode uses.
+
+        ``most`` is the maximum depth of a draft, ``branches`` its maximum number of paths.
+        """
         self.stats, self.costs = SpeculationStats(), costs
         self._proposers, self._most, self._branches = dict(proposers), most, branches
         self._acceptance = {p: AcceptanceStats(p.priors) for p in proposers.values()}
@@ -158,7 +160,7 @@ class Speculator:
         self._choose(len(decoding), rows)
 
     def _make_request(self, sequence: Sequence, longest: int) -> DraftRequest | None:
-        """Limits a draft's depth. If all of it is accepted, one more token is sampled."""
+        """Requests a draft of limited depth: if all of the draft is accepted, the step samples one more token."""
         if sequence.speculation.mode is SpeculationMode.OFF:
             return None
         room = min(sequence.request.max_tokens - sequence.num_generated, longest - len(sequence.tokens)) - 1
@@ -247,7 +249,7 @@ class Speculator:
         return pays
 
     def _fitted(self, request: DraftRequest, sequences: int, rows: int) -> DraftRequest:
-        """Limits a request to one path if searching for more does not pay.
+        """Limits a request to one path if a search for further paths does not pay.
 
         One lookup in ``_RARELY`` searches for further branches anyway.
         """
@@ -305,7 +307,7 @@ class Speculator:
             asked[node.sequence][1].drafted.append(node.place)
 
     def _nodes(self, number: int, sequence: Sequence, proposed: _ProposedDraft) -> list[DraftNode]:
-        """Returns the draft tokens of a sequence, except too unlikely ones."""
+        """Returns the draft tokens of a sequence, except tokens that are too unlikely."""
         tally = self._tally(self._own.setdefault(sequence, _SequenceState()), proposed.proposer)
         acceptance, draft = self._acceptance[proposed.proposer], proposed.draft
         chances, nodes = {ROOT: 1.0}, list[DraftNode]()

@@ -28,7 +28,8 @@ def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float
     """Measures the seconds of ``run(rows)`` for several numbers of rows, from ``min_rows`` on.
 
     Takes the minimum of a few repeats, because other load on the machine is not a cost of the step. Measures at least
-    two numbers of rows; for a large model only these, and the cost model extrapolates the others and learns them later.
+    two numbers of rows. For a large model it measures only two; the cost model extrapolates to other numbers, and
+    learns their costs later.
     """
     found: dict[int, float] = {}
     began = time.perf_counter()
@@ -63,8 +64,8 @@ class StepCostModel:
     def calibrate(self, drafted: Mapping[int, float], plain: float) -> None:
         """Sets the costs from measured seconds.
 
-        ``drafted``: seconds of steps with draft tokens, by rows (at least two entries); ``plain``: of a step of one
-        row without draft tokens.
+        ``drafted`` maps numbers of rows (at least two) to the seconds of a step with draft tokens. ``plain`` is the
+        time of a step of one row without draft tokens.
         """
         measured = sorted(drafted.items())
         self._scale = measured[0][1]
@@ -75,7 +76,7 @@ class StepCostModel:
             self._shape[False] = [price * plain / self._scale for price in self._shape[True]]
 
     def seconds(self, rows: int, drafted: bool) -> float:
-        """Expected seconds of a step; before the first measurement, relative to a step of one row."""
+        """Expected seconds of a step. Before the first measurement, the unit is the time of a step of one row."""
         relative = _interpolated(_ROWS, self._shape[drafted], rows)
         return relative * (1.0 if math.isnan(self._scale) else self._scale)
 

@@ -1,7 +1,7 @@
 """Tree verifier: verifies draft trees against sampled tokens.
 
 From the root of each tree it descends to the child whose draft token equals the sampled token, until no child does. The
-output distribution is that of plain sampling, because tokens are sampled only from the model's logits.
+output distribution is the same as without drafts, because tokens are sampled only from the model's logits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TreeVerifier:
         self._spans, self._logits, self._branch_tables = spans, logits, branch_tables
         self._first = list(accumulate((1 + span.num_draft_tokens for _, span in spans), initial=0))
         self._at, self._active = [0] * len(spans), list(range(len(spans)))
-        # Number of accepted draft tokens of each slice, and how many of these are on a branch.
+        # Number of accepted draft tokens of each slice, and number of accepted draft tokens on branches.
         self._accepted, self._branched = [0] * len(spans), [0] * len(spans)
 
     @property

@@ -2,7 +2,7 @@
 
 See https://github.com/guidance-ai/llguidance. The grammar's size and the compiler's own limits bound the cost of a
 compilation. The limits count work, not time, so the decision to refuse a grammar does not depend on the machine's load.
-No grammar of 64 KiB in the tests takes longer than two seconds; it compiles on a separate thread, without the GIL.
+No grammar of 64 KiB in the tests takes longer than two seconds. Grammars compile on a separate thread, without the GIL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _MAX_CACHED = 64
 _MAX_THREADS = 8
 _MAX_SHOWN = 300
-# Causes in the compiler's messages, from which the error names a keyword of the JSON schema.
+# Causes in the compiler's messages that lead to a keyword of the JSON schema, which the error then names.
 _UNKNOWN_KEYWORD = re.compile(r"Unimplemented keys: \[(.+?)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _NOT_FETCHED = re.compile(r"Resource '(.*?)' is not present in a registry")
@@ -50,13 +50,13 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, with a cache of recent ones. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stops: frozenset[int]) -> None:
-        """``vocabulary`` is the width of the model's logits, ``stops`` its end-of-sequence tokens."""
+        """``vocabulary`` is the width of the model's logits. ``stops`` are the model's end-of-sequence tokens."""
         self._source, self._vocabulary, self._stops = tokenizer, vocabulary, stops
         self._tokenizer: LLTokenizer | None = None
         self._unreadable = False
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        # These threads must run only NumPy and llguidance: torch would keep an OpenMP team for each of them.
+        # These threads must run only NumPy and llguidance: torch would keep a team of OpenMP threads for each of them.
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(threads, "mask")
 
@@ -71,7 +71,7 @@ class GrammarCompiler:
         return self._cached_state(_source_of(grammar, schema), schema)
 
     def compile_lark(self, lark: str, schema: Any = None) -> GrammarState:
-        """Compile a Lark grammar. ``schema`` contains its JSON schemas, so that errors can name a keyword."""
+        """Compile a Lark grammar. ``schema`` has the grammar's JSON schemas, so that errors can name a keyword."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
@@ -139,7 +139,7 @@ def _check_satisfiable(matcher: LLMatcher) -> None:
     """Raise InvalidRequest for a grammar that matches no text.
 
     An example is a schema that refers only to itself. llguidance detects this when it computes the first mask, so this
-    computes one.
+    function computes the first mask.
     """
     tried = matcher.deep_copy()
     tried.compute_bitmask()
@@ -160,7 +160,7 @@ def _first_line(why: str) -> str:
 
 
 def _about_keyword(why: str, schema: Any) -> str:
-    """Describe the keyword that causes a message; empty if the message itself names it."""
+    """Describe the keyword that causes a message; empty if the message itself names the keyword."""
     if found := _UNKNOWN_KEYWORD.search(why):
         names = found[1].replace('"', "'")
         said = (

@@ -1,7 +1,7 @@
 """Grammar state of one answer, and the mask of allowed next tokens.
 
-Only accepted tokens advance the state, so a preemption or recomputation of the sequence does not affect it. A thread
-computes the mask of the next token during the forward, without the GIL; the sampler waits for it.
+Only accepted tokens advance the state, so a preemption or recomputation of the sequence does not affect the state. A
+thread computes the mask of the next token during the forward, without the GIL; the sampler waits for the mask.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnionMatcher:
     """Union of grammars: a token is allowed if any grammar that matches so far allows it."""
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
-        """Takes ownership of ``matchers``: at least one, all at the same position."""
+        """Takes ownership of ``matchers``: at least one matcher, and all at the same position."""
         self._matchers = list(matchers)
 
     def deep_copy(self) -> UnionMatcher:
@@ -54,7 +54,7 @@ class UnionMatcher:
         return either.tobytes()
 
     def consume_token(self, token: int) -> bool:
-        """Advance the grammars that allow a token, and drop the others; False if none allows it."""
+        """Advance the grammars that allow a token, and drop the others; False if no grammar allows the token."""
         went = [matcher for matcher in self._matchers if not matcher.is_error() and matcher.consume_token(token)]
         self._matchers = went or self._matchers[:1]
         return bool(went)
@@ -63,8 +63,8 @@ class UnionMatcher:
 class GrammarState:
     """Position of one answer in its grammar.
 
-    After submission of its sequence only the engine's thread uses it; between ``start_mask`` and ``mask``, a thread of
-    ``threads`` computes a mask.
+    After submission of the sequence, only the engine's thread uses the state. Between ``start_mask`` and ``mask``, a
+    thread of ``threads`` computes a mask.
     """
 
     def __init__(self, matcher: Matcher, threads: Executor) -> None:
@@ -101,7 +101,7 @@ class GrammarState:
         """
         self.start_mask()
         assert self._next is not None
-        error = self._next.exception()  # a panic in Rust is no Exception, so raising it would end the engine
+        error = self._next.exception()  # a panic in Rust is no Exception: raised here, it would end the engine
         if error is not None:
             raise GenerationFailed(f"the grammar could not be kept to: {type(error).__name__}", param="grammar")
         if self._matcher.is_error():

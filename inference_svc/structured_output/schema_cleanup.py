@@ -1,8 +1,8 @@
 """JSON schema clean-up: removes keywords without effect that llguidance would refuse.
 
 By the specification (https://json-schema.org/draft/2020-12/json-schema-validation) three things have no effect: a
-``format`` that it does not define, ``uniqueItems: false``, and the spelling of ``$schema``. llguidance supports every
-other keyword or refuses it by name.
+``format`` that the specification does not define, ``uniqueItems: false``, and the spelling of ``$schema``. llguidance
+supports every other keyword, or refuses it by name.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ FORMATS = frozenset(
     "date-time time date duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference"
     " uuid uri-template json-pointer relative-json-pointer regex".split()
 )
-# The value of these keywords is a schema or a list of schemas.
+# The value of each of these keywords is a schema or a list of schemas.
 _SCHEMAS = frozenset(
     "items additionalItems prefixItems additionalProperties unevaluatedItems unevaluatedProperties anyOf allOf oneOf"
     " contains propertyNames not if then else".split()
 )
-# The value of these keywords is an object whose values are schemas.
+# The value of each of these keywords is an object whose values are schemas.
 _NAMED_SCHEMAS = frozenset("properties patternProperties $defs definitions dependentSchemas dependencies".split())
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7])/schema#?")
 _NEWER_DRAFT = re.compile(r"https?://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 
 
 def plain(schema: Any) -> Any:
-    """Return a cleaned schema that allows the same values; return a value that is not a schema unchanged."""
+    """Return a cleaned schema that allows the same values. A value that is not a schema is returned unchanged."""
     if isinstance(schema, list):
         return [plain(part) for part in schema]
     if not isinstance(schema, dict):
@@ -40,8 +40,8 @@ def plain(schema: Any) -> Any:
         if key == "$schema" and isinstance(value, str):
             draft = _DRAFT.fullmatch(value)
             if draft is None and not _NEWER_DRAFT.fullmatch(value):
-                continue  # an unknown dialect, which llguidance would try to fetch
-            value = f"http://json-schema.org/{draft[1]}/schema#" if draft else value  # llguidance's only spelling
+                continue  # an unknown version of JSON Schema, which llguidance would try to fetch
+            value = f"http://json-schema.org/{draft[1]}/schema#" if draft else value  # the only spelling for llguidance
         elif key in _SCHEMAS:
             value = plain(value)
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):

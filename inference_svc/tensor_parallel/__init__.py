@@ -1,4 +1,5 @@
-"""Ranks of a tensor-parallel worker: rank 0 serves and schedules, the others compute its steps and keep their chunks.
+"""Tensor-parallel worker: rank 0, and the processes of the other ranks.
 
-``rank_server`` is the process of another rank; the rest runs in rank 0. May import the engine and ``server``.
+Rank 0 serves and schedules. The other ranks compute its steps and store their part of each chunk. ``rank_server`` is
+the process of another rank; the other modules run in rank 0, or in both. May import the engine and ``server``.
 """

@@ -20,4 +20,4 @@ if __name__ == "__main__":
     code = run(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of collectives may hang
+    os._exit(code)  # does not wait for threads of collectives, which may hang

@@ -1,4 +1,4 @@
-"""KV connector of rank 0: a sequence is loaded and saved by all ranks, each with its part of every chunk."""
+"""KV connector of rank 0: all ranks load and save their part of each chunk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from inference_svc.tensor_parallel.rank_messages import (
 )
 from inference_svc.tensor_parallel.rank_processes import RankProcesses
 
-# Remembered prefixes, for which the hash of each rank's last stored chunk is known.
+# Number of remembered prefixes. For each, the hash of every other rank's last stored chunk is known.
 _MAX_PREFIXES = 4096
 _Answers = Future[list[Answer]]
 
@@ -42,8 +42,8 @@ _Answers = Future[list[Answer]]
 class ParallelConnector(DaemonConnector):
     """``KVConnector`` of rank 0.
 
-    The other ranks load the tokens that rank 0 found; the sequence uses the minimum over all ranks. Chunks
-    of different ranks are in different namespaces.
+    The other ranks load the tokens that rank 0 found. The sequence uses the smallest number of tokens that any rank
+    loaded. Chunks of different ranks are in different namespaces.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ParallelConnector(DaemonConnector):
     ) -> None:
         super().__init__(daemons, geometry, policy, projection_share, timeout)
         self._ranks = ranks
-        # By the hash of rank 0's last stored chunk: the prefixes that the other ranks have stored.
+        # Maps the hash of rank 0's last stored chunk to the prefixes that the other ranks have stored.
         self._prefixes: OrderedDict[bytes, list[StoredPrefix]] = OrderedDict()
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
@@ -75,7 +75,7 @@ class ParallelConnector(DaemonConnector):
     def _join_load(
         self, sequence: Sequence, pool: KVPool, own: LoadResult, done: LoadCallback, asked: _Answers
     ) -> None:
-        """Reports the tokens that all ranks have."""
+        """Reports the number of tokens that all ranks have loaded."""
         if own.gate is not None:
             own.gate.wait_done()
         table = own.table or sequence.kv.table
@@ -85,7 +85,7 @@ class ParallelConnector(DaemonConnector):
             answers = []
         tokens = min([own.tokens, *(answer.tokens for answer in answers)])
         complete = bool(answers) and (own.gate is None or own.gate.complete)
-        # A load may move blocks to other tokens; it must have done so alike in all ranks.
+        # A load may move blocks to other tokens. All ranks must have moved the same blocks.
         alike = table is not None and all(answer.table == TableMessage.of(table) for answer in answers)
         windowed = bool(pool.max_window) and tokens < own.tokens
         if not complete or not alike or windowed or tokens <= sequence.kv.num_computed:
@@ -122,7 +122,7 @@ class ParallelConnector(DaemonConnector):
         )
 
     def _joined(self, asked: _Answers, done: SaveCallback) -> SaveCallback:
-        """Returns a callback that waits for the other ranks, too."""
+        """Returns a callback that calls ``done`` after the other ranks have answered, too."""
 
         def join(sequence: Sequence, own: StoredPrefix | None, answered: _Answers) -> None:
             try:
@@ -155,7 +155,7 @@ class ParallelConnector(DaemonConnector):
         return super().prefetch(sequence)
 
     def release_session(self, adapter: bytes, salt: bytes, name: str) -> int:
-        """Remove the chunks that a client's session alone used, of all ranks. Returns how many."""
+        """Remove the chunks that only a client's session used, in all ranks. Returns the number of removed chunks."""
         asked = self._ranks.ask_all(Release(salt, name))
         released = super().release_session(adapter, salt, name)
         for answer in asked.result():

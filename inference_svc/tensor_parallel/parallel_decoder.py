@@ -28,7 +28,7 @@ from inference_svc.tensor_parallel.rank_processes import RankProcesses
 class ParallelDecoder(Decoder):
     """Computes steps together with the other ranks."""
 
-    recordable = False  # the other ranks would have to record at the same time
+    recordable = False  # all ranks would have to record at the same time
 
     def __init__(self, loaded: LoadedModel, ranks: RankProcesses) -> None:
         super().__init__(loaded)
@@ -48,7 +48,7 @@ class ParallelDecoder(Decoder):
 
 
 class ParallelKVPool(KVPool):
-    """The pool of rank 0. It sends each copy and zeroing of slots to the other ranks."""
+    """The pool of rank 0, which sends each copy and zeroing of slots to the other ranks."""
 
     def __init__(self, ranks: RankProcesses, *shape: Any, **settings: Any) -> None:
         super().__init__(*shape, **settings)

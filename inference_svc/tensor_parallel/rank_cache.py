@@ -43,10 +43,10 @@ CacheOrder = Load | Save | Discard | Prefetch | Release
 
 
 class RankCache:
-    """Executes cache commands first in, first out, on one thread beside the rank's steps. ``answer`` gets the results.
+    """Executes cache orders first in, first out, on one thread beside the rank's steps. ``answer`` gets the results.
 
-    A load follows all earlier saves, so a request finds what the requests before it stored. If the daemon fails, the
-    answer has no tokens.
+    A load follows all earlier saves, so a request finds what earlier requests stored. If the daemon fails, the answer
+    reports no tokens.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RankCache:
             self._answer_failed(order)
 
     def _succeeds(self, order: CacheOrder, session: Session) -> bool:
-        """Executes an order. Logs a failure, and ends the session unless the daemon only refused or was slow."""
+        """Executes an order. Logs a failure. Ends the session, unless the daemon only refused the call or was slow."""
         try:
             self._execute(order, session)
             return True
@@ -147,8 +147,8 @@ class RankCache:
         return keys.tenant_root(self._daemon.namespace, cache.tenant_salt)
 
     def _sequence(self, tokens: list[int], cache: CacheParams) -> Sequence:
-        """Returns a sequence for the loader and the saver, which use only its tokens, its blocks and its cache."""
+        """Returns a sequence for the loader and the saver, which use only its tokens, blocks and cache parameters."""
         request = GenerationRequest("rank", len(tokens), 1, SamplingParams(), frozenset(), cache=cache)
         sequence = Sequence(request, tokens, self._detokenizer, lambda _: None)
-        sequence.set_miss(MISS_UNAVAILABLE)  # rank 0 explains misses
+        sequence.set_miss(MISS_UNAVAILABLE)  # prevents an explanation of the miss here: rank 0 explains it
         return sequence

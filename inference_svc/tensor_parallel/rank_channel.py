@@ -1,4 +1,4 @@
-"""Rank channel: messages between two ranks over a socket, each with its length before it."""
+"""Rank channel: length-prefixed messages between two ranks over a socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RankChannel:
     """One end of a stream socket. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Owns the socket."""
+        """Takes ownership of the socket."""
         self._socket, self._lock = end, threading.Lock()
         self._reader = end.makefile("rb")
 
@@ -30,7 +30,7 @@ class RankChannel:
     def receive(self, seconds: float | None = None) -> Message | None:
         """Returns the next message; None at the end of the stream.
 
-        Raises TimeoutError after ``seconds``, and the channel can then not be used any more.
+        Raises TimeoutError after ``seconds``; the channel is unusable from then on.
         """
         self._socket.settimeout(seconds)
         try:

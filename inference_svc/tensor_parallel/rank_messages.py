@@ -1,6 +1,6 @@
-"""Messages between rank 0 and the other ranks, as JSON. A rank executes them in the order in which they arrive.
+"""Messages between rank 0 and the other ranks, as JSON. Each rank executes its messages in order of arrival.
 
-Tensors never travel here: the ranks exchange them by collectives.
+Messages never contain tensors: the ranks exchange tensors by collectives.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Open:
-    """Permission to attach to the daemon, with the identity of all ranks' numerics."""
+    """Permission to attach to the daemon, with the common identity of all ranks' numerics."""
 
     numerics: str
     kind: Literal["open"] = "open"
@@ -124,7 +124,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Compute:
-    """A step. Its collectives are those of rank 0's forward."""
+    """A step. The rank takes part in the collectives of rank 0's forward."""
 
     slices: list[SliceMessage]
     kind: Literal["compute"] = "compute"
@@ -132,7 +132,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class CopySlots:
-    """Copy pool slots, pair by pair; contiguous if there is a ``count``."""
+    """Copy pool slots pair by pair. With a ``count``, copy a contiguous range of this many slots."""
 
     source: list[int]
     target: list[int]
@@ -142,7 +142,7 @@ class CopySlots:
 
 @dataclass(frozen=True)
 class ZeroSlots:
-    """Zero pool slots; a contiguous range if there is a ``count``."""
+    """Zero pool slots. With a ``count``, zero a contiguous range of this many slots."""
 
     slots: list[int]
     count: int = 0
@@ -160,7 +160,7 @@ class CheckFinite:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a prompt's stored tokens, all but the last, after the ``known`` tokens of ``table``."""
+    """Load a prompt's stored tokens except the last. The first ``known`` tokens are in ``table`` already."""
 
     tokens: list[int]
     known: int
@@ -172,7 +172,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Save the first ``tokens`` tokens of a sequence. With ``part``, only if their values are finite."""
+    """Save the first ``tokens`` tokens of a sequence. With ``part``, save them only if their values are finite."""
 
     tokens: int
     known: list[int]
@@ -207,7 +207,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Release:
-    """Remove the chunks that a client's session alone used."""
+    """Remove the chunks that only a client's session used."""
 
     salt: bytes
     name: str
@@ -227,7 +227,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Joined:
-    """The rank's process runs, and waits for the others."""
+    """Report that the rank's process runs, and waits for the other ranks."""
 
     kind: Literal["joined"] = "joined"
 
@@ -251,7 +251,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Answer to Load: tokens that are now in the pool, in ``table``, and the prefix that the daemon stores."""
+    """Answer to Load: the tokens that are now in ``table``, and the prefix that the daemon stores."""
 
     id: int
     tokens: int
@@ -271,7 +271,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Released:
-    """Answer to Release: the number of removed chunks, and the error if it failed."""
+    """Answer to Release: the number of removed chunks, or the error."""
 
     id: int
     chunks: int

@@ -30,10 +30,9 @@ _STOP_SECONDS, _REASON_SECONDS = 30.0, 2.0
 
 
 class RankProcesses:
-    """The ranks from 1 on. Any thread may send orders; every rank executes them in the order of sending.
+    """The ranks other than rank 0. Any thread may send orders; every rank executes them in the order of sending.
 
-    The ranks live and die together: a rank ends when its channel to rank 0 ends, and rank 0 calls ``on_lost`` when a
-    rank ends.
+    The ranks end together: a rank ends when its channel to rank 0 ends, and rank 0 calls ``on_lost`` when a rank ends.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -55,7 +54,7 @@ class RankProcesses:
     def _start(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # A session of its own: Ctrl-C reaches only rank 0, which then stops the others.
+            # Each process has its own session: Ctrl-C reaches only rank 0, which then stops the other ranks.
             command = python_command("-m", "inference_svc.tensor_parallel", str(theirs.fileno()))
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -85,7 +84,7 @@ class RankProcesses:
         return found
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Receives answers from now on, each rank's on a thread. ``on_lost`` gets the reason when a rank ends."""
+        """Starts a thread per rank that receives answers. ``on_lost`` gets the reason when a rank ends."""
         self._lost.add_done_callback(lambda lost: on_lost(lost.result()))
         for rank, channel in enumerate(self._channels, 1):
             receiver = threading.Thread(target=self._receive, args=(rank, channel), name=f"rank-{rank}", daemon=True)
@@ -93,7 +92,7 @@ class RankProcesses:
             self._receivers.append(receiver)
 
     def send(self, order: Order) -> None:
-        """Sends an order to all ranks. A rank that has ended is reported by ``on_lost`` only."""
+        """Sends an order to all other ranks. Does not raise if a rank has ended: ``on_lost`` reports that rank."""
         data = encode(order)
         with self._order, contextlib.suppress(OSError):
             for channel in self._channels:
@@ -118,11 +117,11 @@ class RankProcesses:
         return answered
 
     def ask_all(self, question: Question, answered: Future[list[Answer]] | None = None) -> Future[list[Answer]]:
-        """Asks all ranks the same question."""
+        """Asks all other ranks the same question."""
         return self.ask([question] * (self.size - 1), answered)
 
     def lost_reason(self) -> str:
-        """Return the rank that ended, and the reason. Waits a moment for that end."""
+        """Return the number of the rank that ended, and the reason. Waits a moment for the process to end."""
         try:
             return self._lost.result(_REASON_SECONDS)
         except TimeoutError:
@@ -132,7 +131,7 @@ class RankProcesses:
         """Ends the ranks after their queued saves. Blocks; idempotent."""
         self._closing = True
         for channel in self._channels:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # the rank has ended already
                 channel.send(Stop())
         latest = time.monotonic() + (0.0 if self._lost.done() else _STOP_SECONDS)
         for rank, process in enumerate(self._processes, 1):
@@ -177,7 +176,7 @@ class RankProcesses:
 
     def _take(self, rank: int, answer: Answer) -> None:
         with self._asking:
-            if answer.id not in self._questions:  # it failed when another rank ended
+            if answer.id not in self._questions:  # the question failed when another rank ended
                 return
             future, got = self._questions[answer.id]
             got[rank] = answer

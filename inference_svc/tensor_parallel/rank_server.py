@@ -52,17 +52,17 @@ from inference_svc.tensor_parallel.rank_start import new_group
 
 log = structlog.get_logger("worker")
 EXIT_LEFT, EXIT_FAILED = 71, 72
-"""Exit codes: 71 after rank 0 ended, 72 after a failed order or start."""
+"""Exit codes: 71 if rank 0 ended, 72 if an order or the start failed."""
 
 
 class RankServer:
-    """Executes computations on the caller's thread, cache orders on another one."""
+    """Executes steps on the caller's thread, and cache orders on another thread."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, cache: RankCache | None, channel: RankChannel) -> None:
         self._decoder, self._pool, self._cache, self._channel = decoder, pool, cache, channel
 
     def execute(self, order: Order) -> bool:
-        """Executes one order; False for the last one. An error leaves the ranks at different places of a step."""
+        """Executes one order; False after the last one. After an error, the ranks are at different places of a step."""
         pool = self._pool
         match order:
             case Compute(slices):
@@ -92,7 +92,7 @@ class RankServer:
 
 def main(descriptor: int) -> int:
     """Runs a rank until rank 0 stops it or ends. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C and stops the other ranks
     channel = RankChannel(socket.socket(fileno=descriptor))
     start = channel.receive()
     assert isinstance(start, Start)
@@ -111,7 +111,7 @@ def main(descriptor: int) -> int:
 
 
 def _receive(channel: RankChannel, inbox: queue.SimpleQueue[Order]) -> None:
-    """Queues orders. Ends this process when rank 0 has ended, also in the middle of a collective."""
+    """Queues orders. Ends this process when rank 0 has ended, even in the middle of a collective."""
     while (order := channel.receive()) is not None:
         assert isinstance(order, Order)
         inbox.put(order)

@@ -19,7 +19,7 @@ from inference_svc.tensor_parallel.rank_processes import RankProcesses
 
 
 def new_group(config: WorkerConfig, rank: int, store: Path) -> RankGroup:
-    """Meet the other ranks at ``store``. On GPUs, rank N uses GPU N. Raises Unavailable."""
+    """Join the process group of all ranks at ``store``. On GPUs, rank N uses GPU N. Raises Unavailable."""
     device = pick_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
@@ -27,7 +27,7 @@ def new_group(config: WorkerConfig, rank: int, store: Path) -> RankGroup:
 
 
 def join_ranks(config: WorkerConfig, ranks: RankProcesses) -> RankGroup:
-    """Wait for the other ranks' processes, and meet them. Raises ConfigurationError, Unavailable."""
+    """Wait for the other ranks' processes, and join them. Raises ConfigurationError, Unavailable."""
     size = config.tensor_parallel_size
     if pick_device(config.device).type == "cuda" and (found := cuda_devices()) < size:
         raise ConfigurationError(
@@ -40,7 +40,7 @@ def join_ranks(config: WorkerConfig, ranks: RankProcesses) -> RankGroup:
 def open_ranks(loaded: LoadedModel, ranks: RankProcesses) -> LoadedModel:
     """Wait until the other ranks have loaded their part; return the model with the identity of all numerics together.
 
-    A rank's keys depend on sums over all ranks, so the identity covers the kernels of all. Raises Unavailable.
+    A rank's keys depend on sums over all ranks, so the identity covers the kernels of all ranks. Raises Unavailable.
     """
     ids = [loaded.numerics.id, *(ready.numerics for ready in ranks.expect(Ready))]
     common = hashlib.sha256(b"kvsidecar/ranks/1\0" + "\0".join(ids).encode()).hexdigest()[: len(ids[0])]

@@ -21,7 +21,7 @@ _WHITE = " \t\n\r"
 class CallDelta:
     """New text, or a part of call ``index``.
 
-    The first part of a call has ``id`` and ``name``, the others have arguments.
+    The first part of a call has ``id`` and ``name``; the other parts have arguments.
     """
 
     text: str = ""
@@ -32,7 +32,7 @@ class CallDelta:
 
 
 class NotACall(Exception):
-    """The text is not a call, or not a valid one."""
+    """The text is not a call, or not a valid call."""
 
 
 class CharReader:
@@ -40,15 +40,15 @@ class CharReader:
 
     def __init__(self) -> None:
         self._deltas: list[CallDelta] = []
-        self._pending_space: list[str] = []  # trailing white space of the text, dropped if a call follows
-        self._pushed_back: list[str] = []  # characters to read again, the next one last
-        self._raw: list[str] | None = None  # characters of a possible call, emitted as text if it is not one
+        self._pending_space: list[str] = []  # trailing white space of the text, which is dropped if a call follows
+        self._pushed_back: list[str] = []  # characters to read again; the next character is the last element
+        self._raw: list[str] | None = None  # characters of a possible call, emitted as text if there is no call
         self._ended = False
 
     # ---- JSON -----------------------------------------------------------------------------------------------
 
     def _value(self, put: Callable[[str], None]) -> Parse[None]:
-        """Parse a JSON value and pass its source to ``put``; for a string its text, for null ``{}``."""
+        """Parse a JSON value. ``put`` gets the source of the value, the text of a string, or ``{}`` for null."""
         character = yield from self._next_nonspace()
         if character == '"':
             put((yield from self._string()))
@@ -136,7 +136,7 @@ class CharReader:
     def _match_any(self, *texts: str) -> Parse[tuple[str, str]]:
         """Match one of ``texts`` after optional white space.
 
-        Returns the white space, and the characters after it: the matched text, or as many as show that none matches.
+        Returns the white space and the characters after it: the matched text, or the characters that exclude a match.
         """
         white, read = yield from self._white_before()
         while read not in texts and any(text.startswith(read) for text in texts):
@@ -163,8 +163,8 @@ class CharReader:
     def _skip(self, end: str, begin: str) -> Parse[None]:
         """Skip everything up to and including ``end``.
 
-        If ``end`` is missing, emit the text before ``begin`` or before the end of the answer, unless the text is a
-        truncated ``end``.
+        If ``end`` is missing, emit the text before ``begin``, or all text if ``begin`` is missing, too. Emit nothing if
+        the text is a truncated ``end``.
         """
         dropped: list[str] = []
         found = yield from self._text_before(end, begin, say=dropped.append)
@@ -176,7 +176,7 @@ class CharReader:
             self._emit_text(text)
 
     def _text_before(self, *markers: str, say: Callable[[str], None] | None = None) -> Parse[str]:
-        """Emit text up to one of the markers; skip the marker and return it. Empty at the end of the answer."""
+        """Emit text up to one of the markers. Skip and return the marker; return "" at the end of the answer."""
         say = self._emit_text if say is None else say
         held = ""
         while (character := (yield from self._next())) is not None:

@@ -27,9 +27,9 @@ class JsonCallParser(CharReader):
         self._first_keys = first_keys(dialect, exact)
 
     def _try_calls(self, reading: Parse[None], opening: str, keep: bool = False) -> Parse[bool]:
-        """Try to parse calls. False if the text is not a call; it is then emitted as text.
+        """Try to parse calls, and emit other text as text. False if it parsed no call.
 
-        ``keep``: characters that were read before also belong to the text.
+        With ``keep``, characters that were read before also belong to the text.
         """
         before = self.calls
         if not keep:
@@ -48,7 +48,7 @@ class JsonCallParser(CharReader):
             self._emit_text(text)
 
     def _calls(self, alone: bool) -> Parse[None]:
-        """Parse a call, a list of calls, or several separated by semicolons."""
+        """Parse a call, a list of calls, or several calls separated by semicolons."""
         if (yield from self._next_nonspace()) == "[":
             yield from self._list(alone)
             return
@@ -148,7 +148,7 @@ def new_call_id(dialect: str) -> str:
 
 
 def first_keys(dialect: str, exact: bool) -> tuple[str, ...]:
-    """First keys by which an object may be a call; with ``exact`` only those in the model's instructions."""
+    """First keys by which an object may be a call; with ``exact``, only the keys of the model's instructions."""
     if exact:
         return ("tool_calls",) if dialect == "json" else ("name",)
     return ("name", "arguments", "parameters", "type", "id", "tool_calls")

@@ -1,4 +1,4 @@
-"""Qwen3-Coder arguments: texts between tags; the function's schema has their types.
+"""Qwen3-Coder arguments: texts between tags, whose types are in the function's schema.
 
 <function=NAME>
 <parameter=PLACE>
@@ -49,7 +49,7 @@ _FORMATS = {
 
 
 def json_types(schema: Any, root: Schema) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty if it has none. Resolves references in ``root``."""
+    """Return the JSON types that a schema allows; empty if it names no type. Resolves references in ``root``."""
     kinds, due, seen = set[str](), [schema], set[int]()
     while due:
         schema = due.pop()
@@ -83,12 +83,12 @@ def _kind(value: Any) -> str:
 
 
 def is_plain_text(kinds: frozenset[str]) -> bool:
-    """True if values of these types are plain text."""
+    """True if values of these types are plain text. Without a known type, a value is plain text, too."""
     return kinds <= {"string"}
 
 
 def value_to_json(text: str, kinds: frozenset[str]) -> str:
-    """Convert a text between tags to JSON of one of these types; to a string if no other type fits."""
+    """Convert a text between tags to JSON of one of these types. If no type fits, the JSON is a string."""
     word, bare = text.strip().lower(), text.strip()
     if "null" in kinds and word in ("null", "none"):
         return "null"
@@ -123,18 +123,18 @@ def is_json(text: str) -> bool:
 
 
 class JsonStringTracker:
-    """Tracks if a JSON text is inside a string, piece by piece.
+    """Tracks whether a JSON text is inside a string, piece by piece.
 
-    A text that does not start with ``{``, ``[`` or ``"`` never is.
+    Only a text that starts with ``{``, ``[`` or ``"`` can be inside a string.
     """
 
     def __init__(self) -> None:
         self._open = self._escaped = False
         self._begun = ""
-        self._seen = 0  # number of scanned pieces
+        self._seen = 0  # number of pieces that were scanned
 
     def inside_after(self, pieces: list[str]) -> bool:
-        """True if the text is inside a string after ``pieces``. Scans only pieces that the last call did not have."""
+        """True if the text is inside a string after ``pieces``. Scans only pieces that are new since the last call."""
         for character in "".join(pieces[self._seen :]):
             self._begun = self._begun or character.strip()
             if self._escaped:
@@ -206,7 +206,7 @@ def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schem
 
 
 def _text_schema(value: Any, root: Schema) -> Schema | None:
-    """Return the schema of a value that is written as text (or null); None for a value written as JSON."""
+    """Return the schema of a value that is written as text (or null); None if the value is written as JSON."""
     if not isinstance(value, dict):
         return {}
     for _ in range(_MAX_REFERENCES):
@@ -234,7 +234,7 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
 
 
 def _regex(schema: Schema, name: str, key: str) -> str:
-    """Build a terminal for the strings that a schema allows. Excludes strings with a text that ends a value."""
+    """Build a terminal for the strings that a schema allows. Excludes strings that contain the end of a value."""
     wrong = sorted(schema.keys() - _STRING_KEYWORDS - {"$defs", "definitions", "x-guidance"})
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of the argument {key!r}")

@@ -32,14 +32,14 @@ class Qwen3CoderParser(JsonCallParser):
     def _qwen3_coder(self) -> Parse[None]:
         """Parse Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
 
-        There is a line end before and after each value; the outer tags may be missing.
+        There is a line end before and after each value. The outer tags may be missing.
         """
         while opening := (yield from self._text_before(HERMES, FUNCTION)):
             if (yield from self._try_calls(self._function(opening == HERMES), opening)) and opening == HERMES:
                 yield from self._optional(HERMES_END)
 
     def _function(self, wrapped: bool) -> Parse[None]:
-        """Parse a call from its name on. Raises NotACall."""
+        """Parse a call. With ``wrapped``, it begins with the function's tag. Raises NotACall."""
         name: list[str] = []
         if wrapped:
             yield from self._expect(FUNCTION)
@@ -98,8 +98,8 @@ class Qwen3CoderParser(JsonCallParser):
     def _json_between(self) -> Parse[tuple[str, str]]:
         """Parse a JSON value between tags, and return it with the text that ends it.
 
-        A tag inside a JSON string is part of the string. If the value is not valid JSON, the first tag ends it. Raises
-        NotACall.
+        A tag inside a JSON string is part of the string. If the value is not valid JSON, the first tag ends the value.
+        Raises NotACall.
         """
         found, strings = list[str](), JsonStringTracker()
         early: tuple[int, str] | None = None
@@ -116,6 +116,6 @@ class Qwen3CoderParser(JsonCallParser):
         if not end and self._exact:  # the answer is truncated within a string
             raise NotACall
         size, first_end = early
-        self._mangled = True  # so that not every later value is searched up to the end of the answer
+        self._mangled = True  # later values are then not searched up to the end of the answer
         self._push(text[size + len(first_end) :] + end)
         return text[:size], first_end

@@ -13,14 +13,14 @@ from inference_svc.tool_calls.json_call_parser import HERMES, HERMES_END, LLAMA,
 from inference_svc.tool_calls.qwen3_coder_arguments import PARAMETER
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
-# Texts in a chat template that identify its format; the first format that matches is used.
+# Texts in a chat template that identify its format. The first format whose text occurs is used.
 _TEMPLATE_MARKS: dict[ToolCallFormat, tuple[str, ...]] = {
     "mistral": (MISTRAL,),
     "qwen3_coder": (PARAMETER,),
     "hermes": (HERMES,),
     "llama3_json": (LLAMA, "Environment: ipython", '"parameters": dictionary of argument name'),
 }
-# Markers of calls. In some models' vocabularies they are special tokens.
+# Markers of calls. Some models' vocabularies have them as special tokens.
 MARKERS: dict[ToolCallFormat, tuple[str, ...]] = {
     "hermes": (HERMES, HERMES_END),
     "llama3_json": (LLAMA,),

@@ -1,7 +1,7 @@
 """Tool call parser: finds tool calls in an answer's text while it is streamed.
 
-The parser keeps text that may be a call until the call's name is complete. Then it emits the arguments as they arrive.
-If the text is not a call, the parser emits it as text.
+The parser holds back text that may be a call until the call's name is complete. Then it emits the arguments as they
+arrive. If the text is not a call, the parser emits it as text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inference_svc.tool_calls.json_call_parser import HERMES, HERMES_END, LLAMA,
 from inference_svc.tool_calls.qwen3_coder_arguments import FUNCTION
 from inference_svc.tool_calls.qwen3_coder_parser import Qwen3CoderParser
 
-# Markers with which an answer of calls starts.
+# Markers at the start of an answer that consists of calls.
 _MARKERS = {"hermes": (HERMES,), "mistral": (MISTRAL,), "qwen3_coder": (HERMES, FUNCTION)}
 _FENCES = ("```json", "```")
 

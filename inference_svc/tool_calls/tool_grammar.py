@@ -1,6 +1,7 @@
 """Tool grammars: Lark grammars of answers with required or strict tool calls.
 
-The rules ``call_0``, ``call_1`` and so on are the calls of each function, and ``call`` is any of them.
+The rule ``call_0`` is a call of the first function, ``call_1`` of the second, and so on. ``call`` is any of these
+rules.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def optional_calls_grammar(
 ) -> str:
     """Build the grammar of text and calls in any order.
 
-    After the beginning of a call, the rest must match its tool. ``specials`` are special tokens that may occur in the
-    text. Raises InvalidRequest.
+    After the beginning of a call, the text must match the tool's grammar. ``specials`` are special tokens that may
+    occur in the text. Raises InvalidRequest.
     """
     rules = [*_rules(dialect, tools), "TEXT: /(?s:.*)/"]
     if dialect in ("json", "llama3_json"):  # a call is the whole answer

@@ -20,7 +20,8 @@ class NoTokens:
 class ChunkEdges:
     """Selects tokens at both ends of each relocated span.
 
-    There the context changes. Two thirds of a span's selected tokens are at its start, one third at its end.
+    The context of a span differs most at its ends. Two thirds of a span's selected tokens are at its start, one third
+    at its end.
     """
 
     name, depth, needs_deviation, attention_depth = "selective", 0, False, 0.0

@@ -11,7 +11,7 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 
 
 class CacheBlendSelector:
-    """Selects the ``ratio`` of tokens with the largest deviation at layer 1."""
+    """Selects the share ``ratio`` of the tokens: those with the largest deviation at layer 1."""
 
     name, depth, needs_deviation, attention_depth = "cacheblend", 1, True, 0.0
 

@@ -1,13 +1,13 @@
 """Guided selector: selects tokens by the attention of the question.
 
-The lowest layers are computed for all approximate tokens; their results are exact. Then the question is computed once
-over the stored keys. The tokens with high attention from some head are recomputed, each with the token before it,
-because a token that summarizes a statement takes the statement from the tokens before it (SnapKV, arXiv:2404.14469,
-also pools scores over neighbours). ``docs/adr/027-guided-question-attention.md`` compares this with deviation, and with
-mixtures of both.
+The lowest layers are computed for all approximate tokens; the results of these layers are exact. Then the question is
+computed once over the stored keys. The tokens to which any head pays high attention are recomputed, each together with
+the token before it: a token that summarizes a statement depends on the tokens before it. SnapKV (arXiv:2404.14469) also
+pools scores over neighbours. ``docs/adr/027-guided-question-attention.md`` compares selection by attention, selection
+by deviation, and mixtures of both.
 
 The number of lowest layers that associate related tokens depends on the model. ``kvsidecar verify`` measures ``guided``
-(2), ``guided_4`` and ``guided_8``, and keeps the cheapest that passes.
+(2 layers), ``guided_4`` and ``guided_8``, and keeps the cheapest selector that passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 class GuidedSelector:
     """Selects tokens by the question's attention.
 
-    It selects the share ``ratio`` with the most attention, after ``depth`` layers.
+    After ``depth`` layers, it selects the share ``ratio`` of the approximate tokens: those with the most attention.
     """
 
     # In the built-in model, attention is informative well before the last layer.

@@ -17,10 +17,11 @@ class SelectionSignals:
 
     Each array has the shape ``[approximate tokens]``.
 
-    ``deviation``: distance of a token's computed keys and values from the stored ones, in layers 1 to the selector's
-    depth: the root of the sum of squares, where each layer's keys and values are divided by their mean norm.
-    ``attention``: attention of the question to a token: the sum, over heads and layers, of the square of the largest
-    weight that any token of the question gives it.
+    ``deviation``: distance between a token's computed and stored keys and values in layers 1 to the selector's depth.
+    It is the root of the sum of squared differences, where each layer's keys and values are first divided by their
+    root mean square norm.
+    ``attention``: attention of the question to a token. Each head of each layer contributes the square of the largest
+    weight that any token of the question gives the token; the contributions are added.
     """
 
     deviation: NDArray[Any] | None = None
@@ -41,7 +42,7 @@ class TokenSelector(Protocol):
     attention_depth: float
 
     def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
-        """Return ascending positions, about the share ``ratio`` of the approximate ones; all for ``ratio`` 1."""
+        """Return ascending positions: about the share ``ratio`` of the approximate ones, all of them for 1."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""Codes, scales and zeros of quantized GGUF tensors, for products in the file's own codes.
+"""Codes, scales and zeros of quantized GGUF tensors, for products with the file's own codes.
 
 Block layouts: https://github.com/ggml-org/ggml (ggml-common.h, ggml-quants.c). Every type here gives a group of 16 or
-32 inputs a scale and a base: a value is ``code * scale + base``, for the kernel ``(code - zero) * scale``. Codes are
-exact; scales and zeros are rounded to float16, which moves a value by at most 2 ** -10 of the larger of its two parts
-(bfloat16 would round it by 2 ** -9).
+32 inputs a scale and a base: a value is ``code * scale + base``. The kernel computes ``(code - zero) * scale``. Codes
+are exact; scales and zeros are rounded to float16. The rounding moves a value by at most 2 ** -10 of the larger of
+``code * scale`` and ``base``; bfloat16 would move it by up to 2 ** -9.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
-# Quantization method in config.json of a folder that keeps a file's codes, and bits by the tensor that has the codes.
+# METHOD is the quantization method in config.json of a folder that keeps a file's codes. BITS_OF_PART maps the name of
+# a tensor with codes to the bits per code.
 METHOD = "gguf"
 BITS_OF_PART = {f"codes{bits}": bits for bits in quantized_gemm.BITS}
 _LARGEST_ZERO = 60_000.0  # float16 ends at 65,504
@@ -60,7 +61,7 @@ def pack_rows(rows: Bytes, kind: GGMLQuantizationType) -> quantized_gemm.Quantiz
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         half_scales = scales.astype(np.float16).astype(np.float32)
         zeros = -bases / half_scales
-    # A group whose scale vanishes beside its base is constant.
+    # A group whose scale is negligible beside its base is constant.
     constant = ~(np.abs(zeros) <= _LARGEST_ZERO)
     half_scales, zeros = np.where(constant, -bases, half_scales), np.where(constant, 1.0, zeros)
     codes = np.where(np.repeat(constant, coded.group, axis=1), 0, parts.codes).astype(np.uint8)
@@ -84,7 +85,7 @@ def stored_shape(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> tuple[in
 
 
 def is_coded(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> bool:
-    """True if the kernel multiplies a weight ``[outputs, inputs]`` of this type in its own codes."""
+    """True if the kernel multiplies a weight ``[outputs, inputs]`` of this type with the file's own codes."""
     return len(shape) == 2 and kind in CODED and quantized_gemm.serves(shape[1], shape[0], CODED[kind].group)
 
 

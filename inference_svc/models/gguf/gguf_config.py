@@ -1,7 +1,8 @@
 """Builds transformers configurations from GGUF metadata.
 
-Some facts are in llama.cpp's code and not in the file (the windowed layers of Gemma, the scaling of its scores); this
-module adds them. Values that the file stores as tensors (frequencies of LongRoPE and Llama 3) are read from them.
+Some facts are in llama.cpp's code and not in the file, such as the windowed layers of Gemma and the scaling of its
+scores; this module adds them. Other values are stored as tensors (frequencies of LongRoPE and Llama 3); this module
+reads these tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from inference_svc.models.gguf.gguf_file import GgufFile
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DEFAULT_THETA, _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN = 10_000.0, 10_000.0, 6
-# Llama 3's scaling, of which a file contains only the result: the bounds of its paper, and the original context.
+# Constants of Llama 3's RoPE scaling: two bounds, and the original context. A file contains only the scaling's result.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Gemma models with this number of layers scale scores by model width per head instead of by head dimension.
 _WIDTH_SCALED = {"gemma2": 46, "gemma3": 62}
@@ -46,7 +47,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """Look up a file's architecture. Raises ModelUnsupported, with its name, for an unsupported one."""
+    """Look up a file's architecture. Raises ModelUnsupported for an unsupported architecture."""
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         raise ModelUnsupported(

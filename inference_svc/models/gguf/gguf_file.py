@@ -1,7 +1,8 @@
 """Reads GGUF headers and packed tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader creates an object
-for every token: 24 s for a vocabulary of 262,144. This one skips lists of strings, which takes half a second.
+for every token, which takes 24 s for a vocabulary of 262,144. This reader skips lists of strings and takes half a
+second.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
-# Types that the gguf package unpacks. Q8_1 and Q8_K exist only while llama.cpp computes; integer types hold no weights.
+# Types that the gguf package unpacks. Excluded are Q8_1 and Q8_K, which no file contains, and integer types, which hold
+# no weights.
 UNPACKED = frozenset(
     "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S "
     "IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4".split()
@@ -35,7 +37,7 @@ UNPACKED = frozenset(
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Location and type of a tensor. ``shape`` is in torch's order, the longest stride first."""
+    """Location and type of a tensor. ``shape`` is in torch's order: the dimension with the longest stride is first."""
 
     path: Path
     name: str
@@ -49,7 +51,7 @@ class TensorInfo:
 class GgufFile:
     """A file's metadata (without lists of strings) and its tensors.
 
-    ``path`` is the first part of a file that was divided; its metadata are those of the model.
+    For a model in several files, ``path`` is the first file, and the metadata are those of the whole model.
     """
 
     path: Path
@@ -77,7 +79,7 @@ class GgufFile:
         return {t.kind.name for t in self.tensors.values()}
 
     def packed(self, tensor: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes ``[rows, bytes of a row]``, mapped: only the parts read use memory."""
+        """A tensor's bytes ``[rows, bytes of a row]``, memory-mapped: only the parts that are read use memory."""
         rows = prod(tensor.shape[:-1])
         mapped = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (tensor.size_bytes,))
         return mapped.reshape(rows, -1)

@@ -31,13 +31,13 @@ from inference_svc.models.safetensors_writer import SafetensorsWriter
 
 log = structlog.get_logger("model")
 
-# The width of weights that keep a file's codes.
+# Value of the width setting for weights that keep a file's codes.
 CODES = "codes"
-# Raise it when the converted folders change: older ones are converted again.
+# Raise it when the contents of converted folders change, so that older folders are converted again.
 _VERSION = 1
-# Tokens that end a turn, if a chat template uses them; a file's metadata names only one.
+# Tokens that may end a turn. Each is an end token if the chat template uses it; a file's metadata names only one.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
-# Sampling defaults that generation_config.json may recommend, by its names.
+# Sampling defaults that generation_config.json may recommend, by their names there.
 SAMPLING = ("temperature", "top_p", "top_k")
 
 
@@ -46,7 +46,7 @@ class GgufSource:
     """A GGUF file before its conversion."""
 
     path: Path
-    dtype: torch.dtype  # dtype of its weights; bfloat16 when they are quantized
+    dtype: torch.dtype  # dtype of the file's weights; bfloat16 when they are quantized
     known: GgufRecord
 
 
@@ -64,7 +64,7 @@ def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
 
 
 def check_codes(source: GgufSource | None, name: str, device: torch.device) -> None:
-    """Raise ConfigurationError unless the CPU kernel can multiply a file's own codes. ``source``: None for no file."""
+    """Raise ConfigurationError unless the CPU kernel can multiply a GGUF file with the file's own codes."""
     if source is None or not source.known.coded:
         raise ConfigurationError(
             f"weights is {CODES}, and {name} is no GGUF file with quantized weights; allowed are auto, 16, 8 and 4"
@@ -90,7 +90,7 @@ def convert_gguf(
 ) -> Path:
     """Return the folder of a file's model in a dtype, converting it first if needed.
 
-    If ``coded``, linear weights keep the file's codes, in the layout of the CPU kernel; others have the dtype.
+    If ``coded``, linear weights keep the file's codes, in the layout of the CPU kernel; other weights get ``dtype``.
     ``progress`` gets the number of written bytes and the total. Raises ModelUnsupported, and ConfigurationError if
     the folder cannot be written.
     """
@@ -111,7 +111,7 @@ def convert_gguf(
 def _place(source: GgufSource, dtype: torch.dtype, parent: Path, coded: bool) -> Path:
     """Path of the converted folder.
 
-    An existing folder with the same contents, under any name, else a new one.
+    Returns an existing folder with the same contents, under any name, or the path of a new folder.
     """
     form = str(dtype).removeprefix("torch.") + ("-codes" if coded else "")
     end = f"{source.known.sha256[:16]}-{form}-v{_VERSION}"
@@ -142,7 +142,7 @@ def _write(source: GgufSource, folder: Path, dtype: torch.dtype, coded: bool, pr
 
 
 def _tied_head(weights: list[GgufWeight], config: Any) -> list[GgufWeight]:
-    """A tied head as a separate weight in codes; the embedding has plain rows for look-ups."""
+    """Split a tied head into two weights: codes for the head, and plain rows for the embedding's look-ups."""
     if not config.tie_word_embeddings:
         return []
     embedding = next(weight for weight in weights if weight.name == "model.embed_tokens.weight")

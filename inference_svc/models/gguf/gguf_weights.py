@@ -23,8 +23,8 @@ from inference_svc.models.safetensors_writer import TensorSpec
 
 # Elements that are unpacked at once: 16 MiB of float32.
 _PIECE_ELEMENTS = 1 << 22
-_ONE_ADDED = ("gemma2", "gemma3")  # llama.cpp stores the weights of their norms plus one
-_PAIRED = ("llama",)  # llama.cpp rotates neighbouring channels of a head, transformers channels half a head apart
+_ONE_ADDED = ("gemma2", "gemma3")  # llama.cpp adds one to the weights of their norms
+_PAIRED = ("llama",)  # llama.cpp rotates pairs of adjacent channels, transformers pairs that are half a head apart
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GgufWeight:
     shape: tuple[int, ...]
     source: TensorInfo
     heads: int = 0  # number of heads whose rows must be reordered from llama.cpp's order; 0: none
-    less: float = 0.0  # subtracted from the values
+    less: float = 0.0  # constant to subtract from the stored values
     linear: bool = False  # the weight of a linear layer
 
     @property
@@ -44,7 +44,7 @@ class GgufWeight:
 
     @property
     def coded(self) -> bool:
-        """True if the CPU kernel multiplies the weight in the file's own codes."""
+        """True if the CPU kernel multiplies the weight with the file's own codes."""
         return self.linear and gguf_codes.is_coded(self.source.kind, self.shape)
 
     def spec(self, dtype: torch.dtype, coded: bool) -> TensorSpec:
@@ -61,16 +61,16 @@ class GgufWeight:
                 yield gguf_codes.pack_rows(rows, self.source.kind).data.view(-1)
                 continue
             values = np.array(dequantize(rows, self.source.kind), np.float32)
-            if self.heads and len(self.shape) == 1:  # a bias: its channels have the order of rows
+            if self.heads and len(self.shape) == 1:  # a bias has one channel per row of the weight
                 values = values.reshape(-1)[row_order(self.shape[0], self.heads)]
             if self.less:
                 values -= np.float32(self.less)
             yield torch.from_numpy(values).to(dtype).reshape(-1)
 
     def _rows(self, file: GgufFile) -> Iterator[NDArray[np.uint8]]:
-        """Yield the packed rows, in transformers' order, in pieces of a multiple of the kernel's strips."""
+        """Yield the packed rows in transformers' order. Each piece is a multiple of the kernel's strips."""
         packed = file.packed(self.source)
-        # Rows are reordered while packed: this moves a quarter of the bytes, and does not need the whole tensor.
+        # Rows are reordered before they are unpacked: fewer bytes move, and the whole tensor need not be in memory.
         order = row_order(len(packed), self.heads) if self.heads and len(self.shape) > 1 else None
         step = max(1, _PIECE_ELEMENTS // self.shape[-1] // OUTPUTS) * OUTPUTS
         for at in range(0, len(packed), step):
@@ -78,7 +78,7 @@ class GgufWeight:
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
-    """For each of transformers' rows of a rotary projection, its index in llama.cpp's order."""
+    """Returns, for each row of a rotary projection in transformers' order, the row's index in llama.cpp's order."""
     half = rows // heads // 2
     return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
 
@@ -86,7 +86,7 @@ def row_order(rows: int, heads: int) -> NDArray[np.int64]:
 def weights_of(file: GgufFile, config: Any) -> list[GgufWeight]:
     """List the weights of the model that ``config`` describes.
 
-    Raises ModelUnsupported if the file lacks one, has one of another shape, or holds an unexpected tensor.
+    Raises ModelUnsupported if the file lacks a weight, has a weight of another shape, or has an unexpected tensor.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

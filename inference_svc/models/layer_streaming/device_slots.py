@@ -2,7 +2,7 @@
 
 A copy stream fills slots while the engine's stream computes. Two events order the streams: a layer's computation
 waits for the copy's ``ready``, and the next copy into the slot waits for the computation's ``free``. The host waits for
-neither. After the last layer come the first ones again, so that the next step finds them in their slots.
+neither event. After the last layer, the first layers are copied again, so that the next step finds them in their slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from inference_svc.models.layer_streaming.pinned_pieces import PinnedPieces
 from inference_svc.models.layer_streaming.read_ahead import ReadAheadStats
 
-POISON = 0xFF  # NaN as a float, and as the scale of a quantized weight
+POISON = 0xFF  # repeated, these bytes are NaN as a float and as the scale of a quantized weight
 
 
 @dataclass(eq=False)
@@ -26,15 +26,15 @@ class _Slot:
     memory: Tensor
     piece: int = -1
     uses: int = 0
-    ready: Event | None = None  # of the last copy into the slot
-    free: Event | None = None  # of the last use of the slot
+    ready: Event | None = None  # occurs after the last copy into the slot
+    free: Event | None = None  # occurs after the last use of the slot
 
 
 class DeviceSlots:
     """Pieces of weights in device memory ``slots``, copied from ``pieces``. For one computing thread.
 
-    Works as ``ReadAhead``: pieces acquired at one time must be fewer than the slots; ``poison`` overwrites a slot after
-    its last use, and the piece is then copied again.
+    As in ``ReadAhead``, the pieces acquired at one time must be fewer than the slots. With ``poison``, a slot is
+    overwritten after its last use, and its piece is then copied again.
     """
 
     def __init__(self, device: Device, pieces: PinnedPieces, slots: Sequence[Tensor], poison: bool = False) -> None:
@@ -43,8 +43,8 @@ class DeviceSlots:
         self._slots = [_Slot(i, memory) for i, memory in enumerate(slots)]
         self._at: dict[int, _Slot] = {}
         self._copies = device.stream()
-        self._copied: deque[tuple[Event, int]] = deque()  # pieces that copies still read, oldest first
-        self._next = 0  # the piece that is needed now or next
+        self._copied: deque[tuple[Event, int]] = deque()  # pieces from which copies may still read, oldest first
+        self._next = 0  # the piece in use, or the next to be used
         self._stats = ReadAheadStats()
 
     @property
@@ -54,9 +54,9 @@ class DeviceSlots:
         return replace(self._stats, waits=host.misses + host.waits, wait_seconds=host.wait_seconds)
 
     def acquire(self, piece: int) -> int:
-        """Return the slot of a piece; work enqueued on the current stream from now on finds its weights there.
+        """Return the slot of a piece. Work that is enqueued on the current stream after this call finds the weights.
 
-        The slot is valid until ``release`` was called as often as ``acquire``. Raises WeightsUnreadable.
+        The slot is valid until ``release`` has been called as often as ``acquire``. Raises WeightsUnreadable.
         """
         self._next = piece
         slot = self._at.get(piece)
@@ -74,7 +74,7 @@ class DeviceSlots:
         return slot.number
 
     def release(self, piece: int) -> None:
-        """Release one acquisition of a piece, after the work that uses it was enqueued on the current stream."""
+        """Release one acquisition of a piece. Call it after the work that uses the piece is enqueued."""
         slot = self._at[piece]
         assert slot.uses > 0
         slot.uses -= 1
@@ -94,7 +94,7 @@ class DeviceSlots:
         self._pieces.close()
 
     def _prefetch(self) -> None:
-        """Enqueue copies of the next pieces, as far as slots are free and the host has the pieces."""
+        """Enqueue copies of the next pieces while slots are free and the pieces are in host memory."""
         self._let_go(len(self._copied))
         for piece in self._wanted():
             if piece not in self._at and self._fill(piece, wait=False) is None:
@@ -106,7 +106,7 @@ class DeviceSlots:
         return [(self._next + i) % count for i in range(min(len(self._slots), count))]
 
     def _fill(self, piece: int, wait: bool) -> _Slot | None:
-        """Enqueue the copy of a piece; None if no slot is free, or the host does not have the piece yet."""
+        """Enqueue the copy of a piece. None if no slot is free, or the piece is not in host memory yet."""
         wanted = self._wanted()
         slot = next((s for s in self._slots if s.piece < 0), None)
         slot = slot or next((s for s in self._slots if not s.uses and s.piece not in wanted), None)

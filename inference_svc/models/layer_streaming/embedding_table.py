@@ -18,7 +18,7 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         numbers, places = torch.unique(ids, return_inverse=True)
-        kept = getattr(torch, self._stored.form.dtype)  # as narrow as its stored values
+        kept = getattr(torch, self._stored.form.dtype)  # dtype of the stored rows
         row_bytes = self._stored.form.inputs * kept.itemsize
         try:
             rows = self._file.rows(self._stored, numbers.tolist(), row_bytes)

@@ -1,10 +1,15 @@
 """Layer file: a model's layers in kernel layout, which need no conversion after reading.
 
-A folder has three files. ``weights.bin``: weights in sequence, each at a multiple of 4,096 bytes; in each layer first
-those of attention, then those of the feed-forward part, so that one read loads either part. ``vectors.safetensors``:
-norms and biases, which stay in memory. ``index.json``: a line with the checksum (XXH3, 64 bits, hexadecimal) of the
-rest, then offset and checksum of each weight. The folder is created atomically (``kvsidecar.models.model_library``);
-every open reads it once to verify it.
+A folder has three files:
+
+- ``weights.bin``: the weights in sequence, each at a multiple of 4,096 bytes. In each layer, the weights of attention
+  precede those of the feed-forward part, so that one read loads either part.
+- ``vectors.safetensors``: norms and biases, which stay in memory.
+- ``index.json``: the first line has the checksum (XXH3, 64 bits, hexadecimal) of the other lines, which have the offset
+  and checksum of each weight.
+
+The folder is created atomically (``kvsidecar.models.model_library``). Every process that opens it reads all of it once
+to verify it.
 """
 
 from __future__ import annotations
@@ -30,14 +35,14 @@ from torch import Tensor
 from inference_svc.models.layer_streaming.weight_form import WeightForm
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
-# Increase it when a folder's format changes, so that older folders are not found.
+# Increase it when a folder's format changes, so that folders of the old format are not found.
 VERSION = 4
 ALIGNMENT = 4096
-# Bytes per read: between two reads, a reader checks whether it is still needed.
+# Bytes per read. Between two reads, a reader checks whether its result is still needed.
 STRIDE = 8 << 20
-# Smaller reads are not worth a thread of their own.
+# A smaller read is not split further, because it would not be worth a thread.
 _MIN_STRIDE = 256 << 10
-# Concurrent direct reads: without the page cache, the kernel does not read ahead to keep the disk busy.
+# Concurrent direct reads. Without the page cache, the kernel does not read ahead, so one read would not fill the disk.
 _READ_THREADS = 4
 # Bytes per step of a verification.
 CHECK_BYTES = _READ_THREADS * STRIDE
@@ -77,8 +82,8 @@ class StoredWeight:
 class LayerIndex:
     """Contents of a layer file."""
 
-    fused: bool  # layers are those of engine.fused, else the model's own
-    layers: list[dict[str, StoredWeight]]  # by the name of the linear layer that uses it
+    fused: bool  # True for fused layers, False for the model's own layers
+    layers: list[dict[str, StoredWeight]]  # for each layer, its weights by the name of their linear layer
     embedding: StoredWeight
     head: StoredWeight
     vectors_digest: str
@@ -113,7 +118,7 @@ class LayerIndex:
 
     @property
     def stored(self) -> list[StoredWeight]:
-        """All weights by offset; a weight shared by embedding and head occurs once."""
+        """All weights by offset. A weight that embedding and head share occurs once."""
         all_ = [self.embedding, *(s for layer in self.layers for s in layer.values()), self.head]
         return sorted({stored.at: stored for stored in all_}.values(), key=lambda stored: stored.at)
 
@@ -121,8 +126,8 @@ class LayerIndex:
 class LayerFile:
     """An open layer file. Reads may come from several threads.
 
-    It reads past the page cache where the file system supports it (O_DIRECT). Otherwise it drops pages after reading,
-    so that copies do not use up a memory limit. The file may be removed or replaced meanwhile: reads continue.
+    It reads past the page cache where the file system supports it (O_DIRECT). Otherwise it drops pages from the cache
+    after reading, so that the cache does not use up a memory limit. Reads continue if the file is removed or replaced.
     """
 
     def __init__(self, folder: Path, direct: bool = True) -> None:
@@ -167,9 +172,10 @@ class LayerFile:
         weakref.finalize(self, self._lanes.shutdown, wait=False)
 
     def read(self, memory: memoryview, at: int, go_on: Callable[[], bool] = lambda: True) -> int:
-        """Fill page-aligned ``memory`` of whole pages from offset ``at``, while ``go_on()``.
+        """Fill ``memory`` from offset ``at`` as long as ``go_on()`` is true.
 
-        Returns the number of bytes read. Raises OSError, after which no thread writes to ``memory`` either.
+        ``memory`` is page-aligned and has whole pages. Returns the number of bytes read. Raises OSError; no thread
+        writes to ``memory`` after the method returned or raised.
         """
         stride = self._stride(len(memory))
         parts = [(memory[done : done + stride], at + done) for done in range(0, len(memory), stride)]
@@ -231,7 +237,7 @@ class LayerFile:
 
 
 class LayerWriter:
-    """Writer of a folder's files, one weight or several at a time. Raises OSError."""
+    """Writer of a folder's files. Several weights may be written at a time. Raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._at = folder, 0
@@ -246,7 +252,7 @@ class LayerWriter:
 
     @property
     def written(self) -> int:
-        """Bytes that are allocated in the file."""
+        """Bytes allocated in the file so far."""
         return self._at
 
     def region(self, form: WeightForm) -> WeightRegion:

@@ -31,7 +31,7 @@ from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
 
-# Prefixes of a layer's products outside of attention, in fused layers and in the models' own layers.
+# Prefixes of a layer's products that are not part of attention, in fused layers and in the models' own layers.
 _FEED_FORWARD = ("gate_up", "down", "mlp.")
 _NORM, _LAYER = "model.norm.", "model.layers.{}."
 
@@ -48,11 +48,11 @@ class LayerFileRecipe:
     config: Any
     attention: str
     dtype: torch.dtype
-    bits: int  # width of linear weights that are not quantized already
+    bits: int  # width of linear weights that the checkpoint does not quantize
     weight_source: Callable[[], WeightSource]
     name: str
     source: str  # the original file, or the name of a random model
-    on_device: bool = False  # a device other than the CPU computes: no layouts of CPU kernels, except of codes
+    on_device: bool = False  # another device than the CPU computes: of the CPU kernels' layouts, only codes are used
 
     def meta_model(self) -> Any:
         return build_meta_model(self.config, self.dtype, self.attention)
@@ -65,7 +65,7 @@ class LayerFileRecipe:
 
     @property
     def narrows(self) -> bool:
-        """True if weights that are not quantized are stored as narrow as their values, for our CPU kernels."""
+        """True if weights that are not quantized use the narrowest exact format of our CPU kernels."""
         return f32_gemm.serves(self.dtype) and not self.on_device
 
     @property
@@ -76,8 +76,8 @@ class LayerFileRecipe:
 def build_layer_file(folder: Path, recipe: LayerFileRecipe, size: int) -> None:
     """Write the layer file of about ``size`` bytes into an empty folder.
 
-    Memory holds at most one layer, with one of its weights in its original form, or the head if oneDNN packs it. Raises
-    ModelUnsupported, and ConfigurationError if the disk is too small.
+    Memory holds at most one layer and one of its weights in its original form, or the head if oneDNN packs the head.
+    Raises ModelUnsupported, and ConfigurationError if the disk is too small.
     """
     if recipe.packs and recipe.bits == 16 and not onednn_weights.available():
         raise ModelUnsupported(
@@ -113,15 +113,15 @@ class _LayerFileBuilder:
         vocabulary = VocabularyWriter(
             model, recipe.dtype, recipe.bits, recipe.packs, recipe.narrows, self._materials, out
         )
-        # The weight source requires requests in the order of names.
+        # The weight source must be read in the order of names.
         for prefix in sorted([EMBEDDING, _NORM, *numbers, *([] if recipe.tied else [HEAD])]):
             if prefix in numbers:
                 i = numbers[prefix]
                 layers[i] = self._layer(model.model.layers[i], prefix)
                 model.model.layers[i] = nn.Identity()
                 out.flush()
-                # A layer does not fit into the fragments of the previous one: without trimming, memory grew to several
-                # layers.
+                # A layer does not fit into the free fragments of the previous layer's memory. Without trimming, memory
+                # use grew to several layers.
                 trim_freed_memory()
             elif prefix == _NORM:
                 self._materials.fill(model.model.norm, prefix)

@@ -36,7 +36,7 @@ class ResidentLayers:
 
 
 RESIDENT = ResidentLayers()
-# Linear layers of a piece, each with its weight view in every slot.
+# Linear layers of a piece; each comes with the view of its weight in every slot.
 Targets = Sequence[tuple[StreamableLinear, Sequence[WeightView]]]
 
 
@@ -61,7 +61,7 @@ class StreamedLayers:
         slot = self.read_ahead.acquire(piece)
         if self._slots[piece] != slot:
             for module, views in self._targets[piece]:
-                module.set_weight(views[slot])  # type: ignore[arg-type]  # of its own form
+                module.set_weight(views[slot])  # type: ignore[arg-type]  # the view has the module's form
             self._slots[piece] = slot
 
     def release(self, piece: int) -> None:
@@ -69,7 +69,7 @@ class StreamedLayers:
 
 
 class _PieceLease:
-    """Context that holds one piece; stateless, so that it may be nested."""
+    """Context that holds one piece. It has no state, so that it may be nested."""
 
     def __init__(self, layers: StreamedLayers, piece: int) -> None:
         self._layers, self._piece = layers, piece

@@ -1,7 +1,7 @@
 """oneDNN packed weights over external memory.
 
-torch creates such tensors only over its own memory, except for compiled models (AOTInductor), which map their weights
-from a file. This module calls the same functions through torch's stable C interface
+torch creates packed tensors only over its own memory. The exception are compiled models (AOTInductor), which map their
+weights from a file. This module calls the same functions as such models, through torch's stable C interface
 (torch/csrc/inductor/aoti_torch/c/shim.h).
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inference_svc.models.layer_streaming.read_ahead import ReadAhead, ReadAheadStats
 
-# Reads piece ``number`` into host memory, while the third argument returns True. Returns the number of bytes read.
+# Reads piece ``number`` into host memory while the third argument returns True. Returns the number of bytes read.
 ReadPiece = Callable[[int, Tensor, Callable[[], bool]], int]
 
 
@@ -28,11 +28,11 @@ class PinnedPieces(Protocol):
     def stats(self) -> ReadAheadStats: ...
 
     def acquire(self, piece: int) -> Tensor:
-        """Return a piece in pinned memory, valid until ``release``. Waits for it. Raises WeightsUnreadable."""
+        """Wait for a piece and return it in pinned memory, valid until ``release``. Raises WeightsUnreadable."""
         ...
 
     def try_acquire(self, piece: int) -> Tensor | None:
-        """Return a piece as ``acquire`` does, or None if it would wait."""
+        """Return a piece like ``acquire``, or None if ``acquire`` would wait."""
         ...
 
     def release(self, piece: int) -> None:

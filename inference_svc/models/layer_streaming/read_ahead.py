@@ -1,8 +1,8 @@
 """Read-ahead: a ring of memory slots that a thread fills with pieces of a file.
 
-Steps need the pieces in order, and after the last one the first again. The thread reads the next pieces into unused
-slots. Slots are reference counted: while a piece is acquired, its slot is not overwritten. The thread releases the GIL
-while it reads.
+Steps need the pieces in order, and start again with the first piece after the last. The thread reads the next pieces
+into unused slots. Slots are reference counted: while a piece is acquired, its slot is not overwritten. The thread
+releases the GIL while it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvsidecar.errors import KVSidecarError
 
 log = structlog.get_logger("model")
 
-# Reads piece ``number`` into slot ``slot``, while the third argument returns True. Returns the number of bytes read.
+# Reads piece ``number`` into slot ``slot`` while the third argument returns True. Returns the number of bytes read.
 Read = Callable[[int, int, Callable[[], bool]], int]
 Poison = Callable[[int], None]
 
@@ -59,7 +59,7 @@ class ReadAhead:
     """Read-ahead of ``pieces`` pieces in ``slots`` slots. Thread-safe.
 
     The pieces acquired at one time must leave a slot free. ``poison`` is called with every released slot, whose piece
-    is then read again; tests prove with it that no released weight is used.
+    is then read again. With ``poison``, tests prove that no released weight is used.
     """
 
     def __init__(self, pieces: int, slots: int, read: Read, poison: Poison | None = None) -> None:
@@ -68,7 +68,7 @@ class ReadAhead:
         self._pieces, self._read, self._poison = pieces, read, poison
         self._slots: Sequence[_Slot] = [_Slot(i) for i in range(slots)]
         self._at: dict[int, _Slot] = {}
-        self._next = 0  # the piece that is needed now or next
+        self._next = 0  # the piece in use, or the next to be used
         self._waited_for: list[int] = []
         self._stats = ReadAheadStats()
         self._closed = False
@@ -85,8 +85,8 @@ class ReadAhead:
     def acquire(self, piece: int) -> int:
         """Wait for a piece and return its slot.
 
-        The slot is valid until ``release`` was called as often as ``acquire``. Raises WeightsUnreadable if the piece
-        cannot be read now; another call tries again.
+        The slot is valid until ``release`` has been called as often as ``acquire``. Raises WeightsUnreadable if the
+        piece cannot be read now; another call tries again.
         """
         with self._changed:
             slot, self._next = self._at.get(piece), piece
@@ -107,7 +107,7 @@ class ReadAhead:
             return slot.number
 
     def try_acquire(self, piece: int) -> int | None:
-        """Return the slot of a piece as ``acquire`` does; if it is not in memory yet, return None and read it next."""
+        """Return the slot of a piece if it is in memory. If not, return None and read the piece next."""
         with self._changed:
             slot, self._next = self._at.get(piece), piece
             self._changed.notify_all()
@@ -202,7 +202,7 @@ class ReadAhead:
         began, size, error, given_up = time.perf_counter(), 0, None, False
 
         def go_on() -> bool:
-            # Final for all read threads: a piece that is wanted again must not contain old bytes.
+            # Final for all read threads: a piece that is needed again must not contain old bytes.
             nonlocal given_up
             if self._closed or piece not in self._wanted():
                 given_up = True

@@ -13,7 +13,7 @@ from kvsidecar.errors import ConfigurationError
 Mode = Literal["full_resident", "partial_resident", "ffn_only_stream", "full_stream"]
 StreamingMode = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
 _MIN_SLOTS = 2
-# Reserve beside weights, slots and pool, for a batch's activations, and later imports and allocations.
+# Memory that weights, slots and pool leave free for a batch's activations, and for later imports and allocations.
 _SPARE_BYTES = 256 << 20
 
 
@@ -44,7 +44,7 @@ class StreamedPart(enum.Enum):
     ALL = "all"
 
     def streams(self, feed_forward: bool) -> bool:
-        """True if products of the feed-forward part (else of attention) are streamed."""
+        """True if the products of the feed-forward part (without ``feed_forward``: of attention) are streamed."""
         return self is StreamedPart.ALL or (self is StreamedPart.FEED_FORWARD and feed_forward)
 
 
@@ -52,8 +52,8 @@ class StreamedPart(enum.Enum):
 class WeightSizes:
     """Memory of a model's weights in bytes."""
 
-    layers: Sequence[tuple[int, int]]  # for each layer: attention, feed-forward part
-    always: int  # resident in every mode: head, norms
+    layers: Sequence[tuple[int, int]]  # for each layer: bytes of attention, and of the feed-forward part
+    always: int  # bytes that are resident in every mode: head and norms
 
     @property
     def all(self) -> int:
@@ -88,9 +88,9 @@ def reserved_bytes(asked: StreamingOptions) -> int:
 def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> ResidencyPlan:
     """Plan the residency of weights for ``free`` bytes of memory.
 
-    ``auto`` chooses the plan that streams the fewest bytes; ``partial_resident`` without numbers keeps as many layers
-    as fit. Raises ConfigurationError for more layers than the model has, and if the named mode (or every mode) does not
-    fit: otherwise a memory limit would kill the process without a message.
+    ``auto`` chooses the plan that streams the fewest bytes. ``partial_resident`` without numbers keeps as many layers
+    as fit. Raises ConfigurationError if ``keep_first`` and ``keep_last`` exceed the model's layers, or if no allowed
+    plan fits: a memory limit would kill the process without a message later.
     """
     count, room = len(sizes.layers), free - reserved_bytes(asked)
     if asked.keep_first + asked.keep_last > count:
@@ -145,6 +145,6 @@ def _plan_partial(sizes: WeightSizes, first: int, last: int, slots: int) -> Resi
 def _plan(mode: Mode, sizes: WeightSizes, parts: tuple[StreamedPart, ...], slots: int) -> ResidencyPlan:
     each = [sizes.streamed(i, part) for i, part in enumerate(parts)]
     pieces = sum(size > 0 for size in each)
-    # More slots than pieces would stay empty.
+    # Slots beyond the number of pieces would stay empty.
     slots = min(slots, max(pieces, _MIN_SLOTS)) if pieces else 0
     return ResidencyPlan(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))

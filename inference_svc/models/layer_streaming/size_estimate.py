@@ -1,4 +1,4 @@
-"""Estimates the memory of a model's weights before any is packed.
+"""Estimates the memory of a model's weights before any weight is packed.
 
 The packed size of a product follows from its shape and from a sample of its rows.
 """
@@ -27,7 +27,7 @@ class SizeEstimate:
 
     dense: int  # every weight in its dtype
     sizes: WeightSizes  # as packed in memory and in the layer file
-    embedding: int  # rows of the embedding; 0 if the head shares them
+    embedding: int  # bytes of the embedding's rows; 0 if the head shares them
 
     @property
     def kept(self) -> int:
@@ -38,8 +38,8 @@ class SizeEstimate:
 def estimate_sizes(recipe: LayerFileRecipe) -> SizeEstimate:
     """Estimate the sizes of a recipe's model.
 
-    Exact except for oneDNN's padding, and for a weight whose sampled rows are narrower than others. Raises
-    ModelUnsupported if a weight is missing.
+    The estimate is exact except for oneDNN's padding, and except for weights whose sampled rows need less precision
+    than other rows. Raises ModelUnsupported if a weight is missing.
     """
     model = recipe.meta_model()
     counting = _Counting(recipe)
@@ -105,7 +105,7 @@ class _Counting:
 
 
 def _together(kinds: set[str]) -> str:
-    """Format of a weight that joins weights of these formats."""
+    """Format of a weight that is joined from weights of these formats."""
     if len(kinds) == 1:
         return next(iter(kinds))
     return max(kinds, key=code_recovery.BITS.__getitem__) if kinds <= code_recovery.BITS.keys() else "float32"

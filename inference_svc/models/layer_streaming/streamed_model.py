@@ -60,11 +60,11 @@ class StreamedModel:
 
     source: LayerSource
     fused: list[FusedLayerWeights]  # empty if the model's own layers compute
-    windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer contain
+    windows: tuple[int | None, ...]  # windows of the layers, which the model itself may no longer contain
     residency: ResidencyPlan
     file: LayerFile
     read_ahead: ReadAhead | DeviceSlots | None  # None if all layers are resident
-    products: torch.nn.ModuleList  # those of the first layer, and the head
+    products: torch.nn.ModuleList  # linear layers of the first layer, and the head
 
     @property
     def stats(self) -> ReadAheadStats:
@@ -85,8 +85,8 @@ def load_streamed(
 ) -> tuple[Any, StreamedModel]:
     """Load a recipe's model, whose weights have the fingerprint ``identity``.
 
-    Layers compute on ``device``, for which the recipe must be made. Builds the layer file if it is missing, and again
-    if it is corrupt. Raises ModelUnsupported, ConfigurationError.
+    Layers compute on ``device``, which must match the recipe. Builds the layer file if it is missing or corrupt. Raises
+    ModelUnsupported, ConfigurationError.
     """
     models, asked = models or ModelLibrary(), with_copy(recipe, asked)
     check_streamable(recipe)
@@ -109,7 +109,7 @@ def load_streamed(
 
 
 def sizes_of(file: LayerFile, on_device: bool = False) -> WeightSizes:
-    """Memory of a file's weights. Only a device needs memory for an embedding of its own."""
+    """Memory of a file's weights. On a device, an embedding that is not tied to the head takes memory, too."""
     layers = []
     for layer in file.index.layers:
         parts = [0, 0]
@@ -126,12 +126,12 @@ def sizes_of(file: LayerFile, on_device: bool = False) -> WeightSizes:
 def _inode(folder: Path) -> int:
     try:
         return folder.stat().st_ino
-    except FileNotFoundError:  # another process found it corrupt and removed it
+    except FileNotFoundError:  # another process found the folder corrupt and removed it
         return 0
 
 
 def check_layouts(index: LayerIndex) -> None:
-    """Raise LayerFileDamaged if oneDNN's layout here differs from the file's."""
+    """Raise LayerFileDamaged if oneDNN's layout on this machine differs from the file's layout."""
     forms = {s.form for s in index.stored if s.form.kind == "packed"}
     for form in forms:
         here = onednn_weights.descriptor(
@@ -163,11 +163,11 @@ def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOpti
 def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions, free: int) -> bool:
     """True if the model does not fit into ``free`` bytes at ``width`` bits, and streaming helps.
 
-    If streaming would not help, the loader still loads a model whose weights fit: the system commits pool pages only on
-    use. Raises ConfigurationError if the weights do not fit either, before any file is written.
+    False also if the weights fit without the pool, but streaming does not help: the system commits memory for the pool
+    only on use. Raises ConfigurationError if the weights do not fit either, before any file is written.
     """
     found, asked = estimate_sizes(recipe), with_copy(recipe, asked)
-    # Weights that are quantized at loading first occupy memory unquantized, all at once.
+    # Weights that are quantized at loading are first all in memory unquantized.
     most = max(found.kept, found.dense if recipe.bits == width else 0)
     if most + reserved_bytes(asked) <= free:
         return False
@@ -193,7 +193,7 @@ def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
         "weights": identity.hex(),
         "dtype": str(recipe.dtype),
         "bits": recipe.bits,
-        # The CPU and torch determine which layers compute, and oneDNN's layout.
+        # The CPU determines the kernels' layouts; the CPU and torch determine oneDNN's layout.
         "kernels": cpu_library.usable_variants(),
         **({"device": True} if recipe.on_device else {}),
         "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
@@ -286,7 +286,7 @@ class _ModelAssembly:
                     self._file.load(stored, memory)
                     memory = self._place.place(memory)
                     stays[stored.at].set_weight(weight_view(stored.form, memory))  # type: ignore[arg-type]
-                    stays[stored.at].memory = memory  # a packed weight holds no reference to it
+                    stays[stored.at].memory = memory  # keeps it alive: a packed weight holds no reference to its memory
                 else:
                     self._file.check(stored, scratch)
                 progress(stored.end, everything[-1].end)
@@ -324,7 +324,7 @@ class _ModelAssembly:
         }
         for target in targets.values():
             for product, _ in target:
-                product.memory = slots  # type: ignore[assignment]  # a packed weight holds no reference to it
+                product.memory = slots  # type: ignore[assignment]  # a packed weight holds no reference to its memory
         extents = [Extent(piece.at, piece.size) for piece in order]
         staging = self._place.read_ahead(self._file, extents, slots, self._asked)
         return staging, StreamedLayers(staging, {layer: n for n, layer in enumerate(pieces)}, targets)

@@ -1,4 +1,4 @@
-"""Writes embedding and head in pieces of rows: they may exceed the available memory."""
+"""Writes embedding and head in pieces of rows, because both may exceed the available memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 class VocabularyWriter:
     """Writer of embedding and head of a model on the meta device.
 
-    Linear weights have ``bits`` bits; ``packs`` and ``narrows`` as in ``LayerFileRecipe``. The head is quantized,
-    packed or dense like other layers; a plain head that is tied to the embedding shares its bytes.
+    Linear weights have ``bits`` bits. ``packs`` and ``narrows`` are as in ``LayerFileRecipe``. The head is quantized,
+    packed or dense like other layers. A plain head that is tied to the embedding shares the embedding's bytes.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class VocabularyWriter:
             self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
 
     def _kept_as(self, name: str, shape: torch.Size) -> str:
-        """Storage format of a weight, judged by all of its rows.
+        """Storage format of a weight, chosen by the values of all its rows.
 
-        The formats are ``kvkernels.cpu.f32_gemm.STORAGE_FORMATS``.
+        The possible formats are ``kvkernels.cpu.f32_gemm.STORAGE_FORMATS``.
         """
         if not self._narrow:
             return str(self._dtype).removeprefix("torch.")

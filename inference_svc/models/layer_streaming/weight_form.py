@@ -27,14 +27,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class WeightForm:
     """Shape and layout of one weight ``[outputs, inputs]``."""
 
-    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .f32_gemm), plain
+    kind: str  # packed (oneDNN), quantized (kvkernels.cpu.quantized_gemm), dense (kvkernels.cpu.f32_gemm) or plain
     outputs: int
     inputs: int
     size_bytes: int
-    dtype: str = ""  # of a plain weight; for a dense one, the storage format
+    dtype: str = ""  # dtype of a plain weight, or storage format of a dense weight
     bits: int = 16
-    group: int = 0  # of a quantized weight
-    layout: str = ""  # of a packed weight: oneDNN's descriptor, hexadecimal
+    group: int = 0  # group size of a quantized weight
+    layout: str = ""  # oneDNN's descriptor of a packed weight, hexadecimal
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value}

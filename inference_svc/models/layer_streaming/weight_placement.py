@@ -23,9 +23,9 @@ from inference_svc.models.layer_streaming.residency_plan import ResidencyPlan, S
 
 log = structlog.get_logger("model")
 
-# Host memory that pinned weights leave free.
+# Host memory in bytes that pinned weights leave free.
 _SPARE_BYTES = 1 << 30
-# More pinned slots than device slots: a copy reads one while the next piece is read from the file.
+# The pinned ring has this many slots more than the device: copies read some while the next piece is read from the file.
 _MORE_RING_SLOTS = 2
 
 
@@ -43,11 +43,11 @@ class WeightPlacement(Protocol):
     device: torch.device
 
     def free_bytes(self, asked: StreamingOptions) -> int:
-        """Return the memory for weights, slots and pool."""
+        """Return the number of free bytes for weights, slots and pool."""
         ...
 
     def place(self, weight: Tensor) -> Tensor:
-        """Return a weight or vector from host memory, in the memory where layers use it."""
+        """Return a weight or vector in the memory where layers use it, copied there if it is in other memory."""
         ...
 
     def slots(self, residency: ResidencyPlan) -> list[Tensor]:
@@ -95,7 +95,7 @@ class HostPlacement:
 class DevicePlacement:
     """Weights in device memory; slots are filled from pinned host memory.
 
-    The host pins all streamed weights if they fit, else a ring that a thread fills from the file.
+    The host pins all streamed weights if they fit. If not, it pins a ring, which a thread fills from the file.
     """
 
     def __init__(self, device: Device) -> None:

@@ -23,7 +23,7 @@ class WeightSource(Protocol):
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Load the weights of a module whose names start with ``prefix``, such as ``model.norm.``.
 
-        Raises ModelUnsupported if one is missing.
+        Raises ModelUnsupported if a weight is missing.
         """
         ...
 
@@ -37,16 +37,17 @@ class WeightSource(Protocol):
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
         """Smallest lossless storage format of the weight ``name [rows, width]``.
 
-        One of ``f32_gemm.STORAGE_FORMATS``, judged by a sample of rows, or by all. Raises ModelUnsupported.
+        One of ``f32_gemm.STORAGE_FORMATS``. Decided from a sample of rows, or with ``all_rows`` from all rows. Raises
+        ModelUnsupported.
         """
         ...
 
     def form(self, linear: str) -> tuple[int, int] | None:
-        """Bits and group size of a linear layer that stays quantized; None for others."""
+        """Bits and group size of a linear layer that stays quantized; None for any other layer."""
         ...
 
 
-# Rows of a weight in memory at a time: a multiple of the number that is quantized at once.
+# Rows of a weight in memory at a time: a multiple of the number of rows that are quantized at once.
 _ROWS, _ROWS_BYTES = 2048, 32 << 20
 # Rows that are sampled to predict a weight's storage format.
 _SAMPLED_ROWS = 8
@@ -89,7 +90,7 @@ class CheckpointWeights:
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
         if awq_checkpoint.is_packed(self._where, name.removesuffix(".weight")):
-            return "float32"  # it is stored dequantized
+            return "float32"  # the layer file stores it dequantized
         self._check(name, shape)
         if awq_checkpoint.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
             return str(awq_checkpoint.dtype_in(self._where, name)).removeprefix("torch.")
@@ -99,7 +100,7 @@ class CheckpointWeights:
             awq_checkpoint.rows_in(self._where, name, i, i + 1)
             for i in range(0, shape[0], -(-shape[0] // _SAMPLED_ROWS))
         ]
-        # For most weights the first row already shows that they cannot be stored as codes.
+        # For most weights the first row already shows that codes cannot store them.
         return f32_gemm.storage_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
 
     def form(self, linear: str) -> tuple[int, int] | None:
@@ -166,7 +167,7 @@ def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def fill_model(model: torch.nn.Module, seed: int) -> None:
-    """Fill all parameters of a random model: the same weights on every device."""
+    """Fill all parameters of a random model, with the same weights on every device."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         on_host = torch.empty_like(parameter, device="cpu", requires_grad=False)

@@ -1,9 +1,9 @@
-"""Linear layers that compute in float32 on a CPU, with weights as narrow as stored.
+"""Linear layers that compute in float32 on a CPU, with weights in their stored width.
 
 CPUs without native bfloat16 run 16-bit models in float32. Memory bandwidth limits decoding, and torch would read four
-bytes per weight at a fraction of the bandwidth. ``kvkernels.cpu.f32_gemm`` reads two bytes, or the one or half a byte
-of a quantized file, at nearly the full bandwidth. The results are the same, and a row's bits do not depend on its
-batch.
+bytes per weight at a fraction of the bandwidth. ``kvkernels.cpu.f32_gemm`` reads two bytes per weight, or for a
+quantized file one byte or half a byte, at nearly the full bandwidth. The results are the same, and a row's bits do not
+depend on its batch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DenseLinear(nn.Module):
 
 
 class NarrowEmbedding(nn.Module):
-    """Drop-in for a float32 ``nn.Embedding`` that keeps its values as narrow as stored."""
+    """Drop-in for a float32 ``nn.Embedding`` that keeps its values in their stored width."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class NarrowEmbedding(nn.Module):
 
 
 def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinear | PlainLinear:
-    """Build the fastest layer over an unquantized weight ``[out, in]``; packing copies it."""
+    """Build the fastest layer over an unquantized weight ``[out, in]``. A packed layer copies the weight."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)
@@ -88,7 +88,7 @@ def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinea
 def pack_linears(model: nn.Module) -> None:
     """Replace a model's plain linear layers by those of ``linear_for``.
 
-    On a CPU, also replaces float32 embeddings by narrow ones. Quantized layers stay.
+    On a CPU, also replaces float32 embeddings by NarrowEmbedding. Quantized layers stay.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

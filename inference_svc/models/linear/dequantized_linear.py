@@ -1,7 +1,7 @@
 """Linear layers on a device with 4-bit or 8-bit weights, which are widened for each product.
 
-For weights that a device streams. Weights cross the link packed; widening them in device memory takes less time than
-that copy.
+Used for weights that are streamed to a device. The weights are copied to the device packed. Widening them in device
+memory takes less time than the copy.
 """
 
 from __future__ import annotations

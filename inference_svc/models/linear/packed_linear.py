@@ -1,8 +1,8 @@
 """Linear layers with weights packed once for oneDNN.
 
 Plain ``F.linear`` in bfloat16 reorders the weight at every call and reaches a third of the memory bandwidth at one row.
-With packed weights oneDNN reaches two thirds, and our own kernel, which computes few rows over the same memory, reaches
-nearly all of it. The results are bit-equal to the plain ones for every number of rows
+With packed weights oneDNN reaches two thirds of it. Our own kernel for few rows uses the same packed memory and reaches
+nearly all of it. For every number of rows, the results have the same bits as those of plain ``F.linear``
 (``tests/inference_svc/models/test_batch_invariance.py``).
 """
 
@@ -45,13 +45,13 @@ class PackedLinear(nn.Module):
             self._streamed = self._streamed.over(packed)
 
     def reset_kernel(self) -> None:
-        """Reset the kernel choice: the next forward probes oneDNN's layout again, for its thread."""
+        """Reset the kernel choice: the next forward probes oneDNN's layout again, on its own thread."""
         self._tried, self._streamed = False, None
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall | None:
         """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``.
 
-        None if oneDNN computes it.
+        None if oneDNN computes the product.
         """
         own = self._own() if x.shape[0] <= MAX_ROWS else None
         return None if own is None else own.call(x, y)
@@ -66,10 +66,10 @@ class PackedLinear(nn.Module):
     def _own(self) -> Bf16Gemv | None:
         """Our kernel for few rows; None if its bits differ from oneDNN's."""
         if not self._tried:
-            # Not earlier: oneDNN's layout may depend on the number of threads, which is a property of this thread.
+            # Only the computing thread may probe: oneDNN's layout may depend on the thread's number of threads.
             self._tried, self._streamed = True, find_bit_exact_gemv(self.packed, self._bias)
         return self._streamed
 
     def by_onednn(self, x: Tensor) -> Tensor:
-        """Compute with oneDNN for any number of rows, with the same bits."""
+        """Compute with oneDNN, for any number of rows; the bits are those of our kernel."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")  # type: ignore[no-any-return]

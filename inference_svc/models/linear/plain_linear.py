@@ -36,7 +36,7 @@ class PlainLinear(nn.Module):
 
 
 def plain_linears(model: nn.Module) -> None:
-    """Replace a model's linear layers by those whose weights can be exchanged. Quantized layers stay."""
+    """Replace a model's linear layers by layers whose weights can be exchanged. Quantized layers stay."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

@@ -1,9 +1,9 @@
 """Linear layers with 4-bit or 8-bit weights in CPU memory.
 
-Narrow weights help because memory bandwidth limits decoding. A layer's error is about that of its weights; quantizing
-its input rows to bytes adds 0.6 % of a product's magnitude, and no bit depends on the batch
-(``kvkernels.cpu.quantized_gemm``). The head keeps 8 bits where the layers have 4: it decides the token, and is a
-quarter of a small model.
+Narrow weights help because memory bandwidth limits decoding. A layer's error is about the rounding error of its
+weights. The kernel also quantizes input rows to bytes, which adds an error of 0.6 % of a product's magnitude. No bit
+depends on the batch (``kvkernels.cpu.quantized_gemm``). The head keeps 8 bits if the layers have 4 bits: it decides the
+token, and is only a quarter of a small model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvsidecar.errors import ConfigurationError
 from rich.progress import Progress
 from torch import Tensor, nn
 
-# Group sizes: inputs that share a scale and a zero. A layer uses the first that divides its inputs.
+# Group sizes: inputs that share a scale and a zero. A layer uses the first size that divides its inputs.
 _GROUPS = (64, 32)
 _HEAD_BITS = 8
 _HEADS = ("lm_head", "embed_out")
-# Not quantized: routers choose the experts, and are small.
+# Layers that are not quantized: routers, which choose the experts and are small.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 # Increase it when quantization or the kernel gives other bits, so that older chunks are not reused.
 _VERSION = 1
@@ -70,7 +70,7 @@ class QuantizedLinear(CodedLinear):
 def can_join(parts: Sequence[nn.Module]) -> bool:
     """True if layers over the same input can be joined.
 
-    All of them must be quantized, or none.
+    Either all layers are quantized, or none is.
     """
     return len({isinstance(part, QuantizedLinear) for part in parts}) == 1
 
@@ -86,10 +86,9 @@ def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
 def pick_weight_bits(wanted: str | int, stored: int, device: torch.device, streams: bool = False) -> int:
     """Choose the bits per weight in memory for a checkpoint with ``stored`` bits.
 
-    A device quantizes weights only for layers that it ``streams``.
-
-    ``auto`` is the stored width if there are kernels for it, else 16. Raises ConfigurationError for a width that the
-    device does not support.
+    ``auto`` is the stored width; on a CPU without kernels for quantized weights it is 16. Another device than a CPU can
+    reduce the width only if it ``streams`` layers. Raises ConfigurationError for a width that the device does not
+    support.
     """
     if wanted == "auto":
         return stored if device.type != "cpu" or quantized_gemm.kernel() is not None else 16
@@ -109,7 +108,7 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device, strea
 def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
     """Quantize the linear layers that the kernel supports; return their number.
 
-    Works one by one, with a progress bar if ``shown``.
+    Quantizes one layer after the other, with a progress bar if ``shown``.
     """
     chosen = [path for path, module in model.named_modules() if type(module) is nn.Linear]
     done = 0

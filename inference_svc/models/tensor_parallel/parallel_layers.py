@@ -1,6 +1,6 @@
 """Layers divided among ranks: row-parallel products, vocabulary-parallel embedding and head.
 
-Each wraps the rank's own layer, which may be of any kind, and adds the collective that makes its result whole.
+Each class wraps the rank's own layer, which may be of any kind, and adds the collective that completes the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inference_svc.models.tensor_parallel.shard_plan import ShardPlan
 class RowParallelLinear(nn.Module):
     """``[..., in / ranks] -> [..., out]``: a product over the rank's inputs, summed over the ranks.
 
-    Only rank 0 has the bias; that of the other ranks is zero.
+    Only rank 0 has the bias; the other ranks add no bias.
     """
 
     def __init__(self, local: nn.Module, group: RankGroup) -> None:
@@ -43,9 +43,9 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """``[rows, hidden] -> [rows, vocabulary]``: each rank computes the logits of its tokens, and rank 0 gets all.
+    """``[rows, hidden] -> [rows, vocabulary]``: each rank computes the logits of its tokens; rank 0 gets all logits.
 
-    The other ranks get their own part.
+    The other ranks get only the logits of their own tokens.
     """
 
     def __init__(self, local: nn.Module, plan: ShardPlan, group: RankGroup) -> None:

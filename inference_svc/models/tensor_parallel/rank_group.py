@@ -22,9 +22,9 @@ class RankGroup:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Path, timeout_seconds: float) -> None:
-        """Waits until all ranks are here. ``store`` is a file that only these ranks use.
+        """Waits until all ranks have joined. ``store`` is a file that only these ranks use.
 
-        Raises Unavailable after ``timeout_seconds``. Every collective raises Unavailable after that time, too, and
+        Raises Unavailable after ``timeout_seconds``. Every later collective raises Unavailable after that time, too, or
         as soon as a rank ends.
         """
         self.rank, self.size, self.device = rank, size, device
@@ -40,7 +40,7 @@ class RankGroup:
             ) from error
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Returns the sum of all ranks' ``partial``, in its dtype; 16-bit parts are added in float32."""
+        """Returns the sum of all ranks' ``partial``, in the dtype of ``partial``. Adds 16-bit parts in float32."""
         parts = self._gathered(partial)
         total = parts[0].float() + parts[1]
         for part in parts[2:]:
@@ -50,7 +50,7 @@ class RankGroup:
     def gather_columns(self, part: Tensor, widths: list[int]) -> Tensor:
         """Returns ``[rows, sum(widths)]`` from each rank's ``part [rows, widths[rank]]`` on rank 0.
 
-        The other ranks get their own part.
+        The other ranks get their own part back.
         """
         widest = max(widths)
         padded = part if part.shape[1] == widest else torch.nn.functional.pad(part, (0, widest - part.shape[1]))

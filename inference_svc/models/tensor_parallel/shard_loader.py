@@ -16,7 +16,7 @@ from inference_svc.models.layer_streaming.weight_source import fill_random
 from inference_svc.models.meta_model import build_meta_model, set_generation_config
 from inference_svc.models.tensor_parallel.shard_plan import Part, ShardPlan
 
-# Reads the given ranges of a dimension of a parameter; all of it without a dimension.
+# Reads the given ranges of one dimension of a parameter. Without a dimension, reads the whole parameter.
 _Read = Callable[[str, int, list[Part]], Tensor]
 _BIASES_OF_RANK_0 = ("o_proj.bias", "down_proj.bias")
 
@@ -71,7 +71,7 @@ def _set_slices(model: Any, plan: ShardPlan, read: _Read, shape_of: Callable[[st
 
 
 def _set_slice(model: Any, plan: ShardPlan, name: str, read: _Read, shape: tuple[int, ...]) -> None:
-    """Set this rank's part of a parameter; ``shape`` is that of the whole one."""
+    """Set this rank's part of a parameter; ``shape`` is the shape of the whole parameter."""
     found = plan.slices_of(name, shape)
     dim, parts = found or (0, [(0, shape[0])])
     weight = read(name, dim, parts)

@@ -1,9 +1,10 @@
 """Shard plan: the heads, feed-forward channels and vocabulary rows of one rank.
 
-The division is Megatron's (Shoeybi et al., arXiv:1909.08053): query, key, value, gate and up projections are divided by
-output, the output and down projections by input, embedding and head by vocabulary row. Parts need not be equal, so
-that models such as SmolLM2 (9 query heads, 3 key heads) can be divided by two. Each key head stays with its query
-heads; with fewer key heads than ranks, several ranks hold the same key head, with different query heads.
+The division is Megatron's (Shoeybi et al., arXiv:1909.08053). Query, key, value, gate and up projections are divided by
+output. The output and down projections are divided by input. Embedding and head are divided by vocabulary row. Parts
+need not be equal, so that models such as SmolLM2 (9 query heads, 3 key heads) can be divided by two. Each key head
+stays with its query heads. With fewer key heads than ranks, several ranks hold the same key head, with different query
+heads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 
 Part = tuple[int, int]
-# Feed-forward channels per unit of division, so that groups of quantized weights are never cut; the first that divides.
+# Feed-forward channels per unit of division. The first unit that divides the channels is used: a large unit avoids cuts
+# in groups of quantized weights.
 _CHANNEL_UNITS = (64, 32, 16, 8, 1)
 _VOCABULARY_UNIT = 64
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.(weight|bias)$")
@@ -24,14 +26,14 @@ _HEAD_NORM = re.compile(r"\.self_attn\.[qk]_norm\.weight$")
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Parts of one rank, as ``(first, end)`` numbers of the whole model."""
+    """Parts of one rank, as ``(first, end)`` ranges in the whole model."""
 
     rank: int
     size: int
     heads: Part
     kv_heads: Part
-    channels: Part  # of the feed-forward part
-    vocabulary: tuple[Part, ...]  # of every rank, so that rank 0 can order the logits
+    channels: Part  # feed-forward channels
+    vocabulary: tuple[Part, ...]  # rows of every rank, so that rank 0 can order the logits
     head_dim: int
     all_heads: int
     all_kv_heads: int
@@ -85,7 +87,7 @@ class ShardPlan:
             return 1, [self.channels]
         if name.endswith("embed_tokens.weight") or name.startswith("lm_head."):
             return 0, [self.vocabulary[self.rank]]
-        # Norms, and the biases of row-parallel layers, which are added once, after the sum.
+        # Every rank has whole norms, and whole biases of row-parallel layers; the bias is added once, after the sum.
         if len(shape) == 1 and ("norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))):
             return None
         raise ModelUnsupported(f"tensor_parallel_size is {self.size}, and {name} cannot be divided; use 1")

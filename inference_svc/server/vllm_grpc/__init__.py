@@ -1,7 +1,7 @@
 """vLLM's gRPC contract, implemented with the worker's service.
 
-For routers such as smg. Imports the rest of ``server``. The optional package smg-grpc-proto contains the contract; only
-this ``__init__`` can be imported without it.
+It serves routers such as smg. Imports the other modules of ``server``. The optional package smg-grpc-proto contains the
+contract; only this ``__init__`` can be imported without that package.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 
 
 def zip_tokenizer(folder: Path) -> bytes:
-    """Zip a tokenizer's files; equal files give equal bytes, because routers identify the archive by its SHA-256.
+    """Zip a tokenizer's files.
 
-    Raises FailedPrecondition if the folder has no tokenizer files.
+    Equal files give equal bytes, because routers identify the archive by its SHA-256. Raises FailedPrecondition if the
+    folder has no tokenizer files.
     """
     found = {path for name in (*_NAMES, *_PATTERNS) for path in folder.glob(name) if path.is_file()}
     if not found:

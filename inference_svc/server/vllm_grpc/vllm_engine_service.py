@@ -204,7 +204,7 @@ class VllmEngine(VllmEngineServicer):
     ) -> AsyncIterator[common.KvEventBatch]:
         """Stream events of the daemon's stored blocks: first ``cleared``, then all blocks, then changes.
 
-        Every subscription starts with all blocks, also after a reconnect.
+        Every subscription starts with ``cleared`` and all blocks, even after a reconnect.
         """
         address = daemon_address(self._runtime.config)
         if address is None:

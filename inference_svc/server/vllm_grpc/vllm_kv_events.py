@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
-# Maximum unread batches of a subscriber. With more it is disconnected, and gets all blocks when it subscribes again.
+# Maximum unread batches of a subscriber. With more batches, the subscription ends; a new one starts with all blocks.
 _MAX_BEHIND = 4096
 _Update = list[Event] | Exception | None
 

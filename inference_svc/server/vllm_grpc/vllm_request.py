@@ -46,14 +46,14 @@ def _to_request(request: vllm.GenerateRequest, params: vllm.SamplingParams, cont
     found = pb.GenerateRequest(
         prompt=_prompt(request),
         sampling=_sampling(params),
-        # vLLM's default is the rest of the context.
+        # vLLM's default is all tokens of the context that the prompt leaves free.
         max_tokens=params.max_tokens if params.HasField("max_tokens") else context_length,
         min_tokens=params.min_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         include_stop=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
-        show_special_tokens=not params.skip_special_tokens,  # answers are tokens, so it affects only stop strings
+        show_special_tokens=not params.skip_special_tokens,  # affects only stop strings, because answers are token ids
         request_id=request.request_id,
         grammar=_grammar(params),
     )
@@ -109,9 +109,9 @@ def _grammar(params: vllm.SamplingParams) -> pb.Grammar | None:
 
 
 def _max_prompt_tokens(params: vllm.SamplingParams, context_length: int) -> int:
-    """Maximum prompt tokens for truncation; 0: the rest of the context after ``max_tokens``."""
+    """Maximum prompt tokens for truncation; 0: as many as the context holds beside ``max_tokens``."""
     kept: int = params.truncate_prompt_tokens
-    if kept == -1:  # the rest of the context after the answer is subtracted
+    if kept == -1:  # as many tokens as the context holds beside the answer
         return 0 if params.HasField("max_tokens") else max(1, context_length - max(1, params.min_tokens))
     if kept < 1:
         raise InvalidRequest(

@@ -41,7 +41,7 @@ class VllmResponse:
         return vllm.GenerateResponse(chunk=chunk)
 
     def ended(self, finish: FinishReason) -> vllm.GenerateResponse:
-        """Build the complete response, also after a stream."""
+        """Build the complete response, which also ends a stream."""
         return self._whole(_FINISH[finish])
 
     def aborted(self) -> vllm.GenerateResponse:
