@@ -35,9 +35,10 @@ class ModelSettings(BaseSettings):
     dtype: str = "auto"
     """auto (the checkpoint's dtype), float32, bfloat16 or, on CUDA, float16."""
     weights: Literal["auto", 16, 8, 4, "codes"] = "auto"
-    """Bits per linear weight in memory: auto (the checkpoint's bits), 16, or on a CPU 8 or 4, which take less memory
-    and time. 8 bits hardly change answers; 4 bits change some. codes keeps a quantized GGUF file's own codes on a CPU:
-    they are as small and fast as 4 bits, and as accurate as the file. auto converts such a file to 16 bits."""
+    """Bits per linear weight in memory: auto (the checkpoint's bits), 16, 8 or 4. 8 and 4 bits take less memory and
+    time; a GPU needs streamed layers for them. 8 bits hardly change answers; 4 bits change some. codes keeps a
+    quantized GGUF file's own codes on a CPU: they are as small and fast as 4 bits, and as accurate as the file.
+    auto converts such a file to 16 bits."""
     stream: Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"] = "auto"
     """Layer streaming for models larger than a CPU's or GPU's memory: layers are read before they are used. auto
     streams as few layers as possible, and no layer if the model fits. off streams no layer. partial_resident streams

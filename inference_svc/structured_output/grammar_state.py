@@ -97,7 +97,7 @@ class GrammarState:
         """Return the mask of the next token: one bit per token, from the lowest bit of the first byte on.
 
         The mask may be longer than the vocabulary. It does not change until ``accept``. Raises GrammarFailed if the
-        grammar cannot continue.
+        grammar cannot continue, and its base class GenerationFailed if the grammar library fails.
         """
         self.start_mask()
         assert self._next is not None
