@@ -1,7 +1,7 @@
 """Checks sizes at the start: arena and staging against memory, the store against its file system.
 
-Otherwise the kernel may end the daemon for memory, or its disk may be full after a week, and no message would name the
-setting.
+Without these checks the kernel may kill the daemon for lack of memory, or the disk may be full after a week, and no
+message would name the setting that is too large.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the daemon: flags over ``KVSIDECAR_CACHE_*`` over defaults."""
+"""Settings of the daemon: flags, then ``KVSIDECAR_CACHE_*`` variables, then defaults."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class DaemonConfig(BaseSettings):
     def _url(cls, value: str) -> str:
         return validate_endpoint(value)
 
-    # A rule about several settings is checked at the last of them, so that the message shows no other setting's value.
+    # A rule about several settings is checked at the last of these settings, so that the message shows only its value.
 
     @field_validator("shared_socket")
     @classmethod

@@ -65,7 +65,7 @@ class Authenticator:
 
 
 def certificate_names(context: Context) -> list[str]:
-    """Return common name, DNS and URI names of the verified client certificate, or nothing."""
+    """Return common name, DNS and URI names of the verified client certificate; empty without one."""
     found = context.auth_context()
     values = [value for key in ("x509_common_name", "peer_dns", "peer_uri") for value in found.get(key, ())]
     return list(dict.fromkeys(value.decode("utf-8", "replace") for value in values if value))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class Priority(enum.IntEnum):
-    """Eviction priority: a chunk never displaces one of higher priority.
+    """Eviction priority: a chunk never displaces a chunk of higher priority.
 
     Chunks of lower priority are evicted first.
     """

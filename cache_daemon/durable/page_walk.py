@@ -88,7 +88,7 @@ class PageWalk:
     ) -> Iterator[list[Node]]:
         """Yield the leaves below a page.
 
-        Their keys lie between those of its branch page. Integer keys are not compared.
+        Reports a leaf whose keys are not from ``least`` to below ``above``. Integer keys are not compared.
         """
         children: list[tuple[bytes, int]] = []
         try:

@@ -36,7 +36,7 @@ _PREFIX = struct.Struct("<BBHIQQQ")
 _VERSION = 2
 _CHECKSUM_BYTES = 8
 _LARGEST_NODE_BYTES = 2038
-# Leaf nodes of a payload's location and of its last use: 130 bytes, in leaves that are two thirds full.
+# Disk bytes of a chunk's two index nodes (payload location, last use): 130 bytes in leaves that are two thirds full.
 _INDEX_BYTES = 195
 
 
@@ -156,7 +156,7 @@ def hashes_match(header: ChunkHeader) -> bool:
 
 
 def is_valid_duration(seconds: float) -> bool:
-    """Return True for a possible prefill time: a finite number from 0."""
+    """Return True for a possible prefill time: a finite number, at least 0."""
     return 0 <= seconds < math.inf
 
 
@@ -200,7 +200,8 @@ def merge_expiries(
 ) -> dict[bytes, bytes | None]:
     """Return the notes that change when chunks with these expiries are added.
 
-    Expiries are Unix milliseconds, 0 is never. The longest wins; a chunk in ``stored`` without a note never expires.
+    Expiries are Unix milliseconds; 0 means never. The latest expiry wins. A chunk in ``stored`` without a note never
+    expires.
     """
     known, out = expiries_of(notes), dict[bytes, bytes | None]()
     for key, end in asked:

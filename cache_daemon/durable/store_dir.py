@@ -76,7 +76,7 @@ class StoreDir:
         return kept
 
     def set_aside_format(self, name: str) -> Path:
-        """Rename the data file of another format, replacing an earlier one of it. Raises OSError."""
+        """Rename the data file of another format, replacing an earlier file of that format. Raises OSError."""
         kept = self.path / f"{_FORMAT}{name}"
         os.rename(self.data, kept)
         self._sync()

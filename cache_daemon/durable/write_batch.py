@@ -1,4 +1,4 @@
-"""Write batch: the net changes of a write group; every chunk keeps its prefix."""
+"""Write batch: the net changes of a write group, without orphaned chunks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ChildIndex:
 
 
 class WriteBatch:
-    """Net changes of a group to the stored entries; nothing is written here."""
+    """Net changes of a group to the stored entries; ``apply_batch`` writes them."""
 
     def __init__(self, entries: Mapping[bytes, StoredEntry], children: ChildIndex) -> None:
         self._entries, self._children = entries, children
@@ -81,7 +81,7 @@ class WriteBatch:
         self.stored: dict[bytes, EncodedChunk] = {}
 
     def has(self, key: bytes) -> bool:
-        """Return True when a chunk will be stored, after the changes so far."""
+        """Return True when a chunk is stored after the changes so far."""
         return key in self.stored or (key in self._entries and key not in self.removed)
 
     def remove(self, key: bytes) -> None:

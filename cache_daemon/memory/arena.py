@@ -142,7 +142,7 @@ class HostArena(MemoryArena):
         self._shared.close()
 
     def _populate_ahead(self, used: int) -> None:
-        """Create pages beyond ``used``: the allocator grants low offsets first."""
+        """Create pages beyond offset ``used``: the allocator grants low offsets first."""
         if self._populated >= self.size_bytes or used + _POPULATE_AHEAD_BYTES // 2 < self._populated:
             return
         if self._populating is not None and self._populating.is_alive():

@@ -1,6 +1,7 @@
 """Health probe of the backend: connects, retries while the circuit is open, measures latency.
 
-It measures while no request reads. So no request has to discover that the backend works again or is fast enough again.
+It measures the latency while no request reads. So no request has to discover that the backend works again, or is fast
+enough again.
 """
 
 from __future__ import annotations

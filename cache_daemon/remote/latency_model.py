@@ -1,7 +1,8 @@
 """Latency model of the remote tier: round-trip time and bandwidth.
 
 New measurements replace old ones. Old measurements do not expire, because nothing suggests that an unused backend has
-changed. While the model says that reads are too slow, no request reads, so the health probe measures now and then.
+changed. While the model says that reads are too slow, no request reads, so the health probe must measure from time to
+time.
 """
 
 from __future__ import annotations
