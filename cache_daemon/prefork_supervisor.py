@@ -44,8 +44,7 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class RestartCounts:
-    """Number of restarts by the parent; ``oom_kills`` counts restarts after the kernel killed the daemon for lack of
-    memory."""
+    """Restarts by the parent; ``oom_kills`` counts those after the kernel killed the daemon for lack of memory."""
 
     restarts: int = 0
     oom_kills: int = 0

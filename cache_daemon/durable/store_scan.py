@@ -245,8 +245,7 @@ class LostPageSearch:
         self._match(values)
 
     def _search(self, number: int, values: list[int]) -> int:
-        """Search one page; return the number of pages of the leaf or value that begins there. Raises LmdbCorruption,
-        OSError."""
+        """Search one page; return the length of its leaf or value in pages. Raises LmdbCorruption, OSError."""
         pages = overflow_pages(self._file, number)
         if pages:
             values.append(number)

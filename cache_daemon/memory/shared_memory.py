@@ -48,8 +48,7 @@ class SharedMemory:
         _libc.madvise(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
     def release_pages(self, offset: int, size_bytes: int) -> None:
-        """Release pages to the system; they are zero when touched again. Do not call it for memory sealed against
-        writing."""
+        """Release pages to the system; they are zero when touched again. Not for memory sealed against writing."""
         mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         _libc.fallocate(self.descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes))
 

@@ -1,9 +1,9 @@
 """Deletion epochs that this node has observed, kept over its restarts.
 
 Nodes never compare clocks. A node treats every chunk that it inserted before it observed a new deletion epoch as older
-than that deletion. It keeps the latest deletion epochs in full, and digests of earlier epochs. If the backend returns
-an earlier epoch, or none, the backend has lost a deletion (after a failover, a restored backup or a restart without
-data), and the node writes the latest epoch back.
+than that deletion. It keeps the latest deletion epochs, and digests of earlier epochs. If the backend returns an
+earlier epoch or none, the backend has lost a deletion (a failover, a restored backup, a restart without data). The node
+then writes its epoch back.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _NONE = bytes(EPOCH_BYTES)
 _MAX_TENANTS = 100_000
 # Number of digests of earlier epochs that are kept per tenant.
 _MAX_PAST = 8
-# After the backend lost its data, nodes write back the deletions that they know. For this time a node does not write
-# chunks that it inserted before it noticed the loss.
+# After a loss of data, nodes write back known deletions. For this time older chunks are not written (``is_withheld``).
 GRACE_SECONDS = 60.0
 
 
@@ -75,9 +74,8 @@ class _TenantRecord:
 class DeletionEpochs:
     """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
 
-    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted only after it was
-    applied; otherwise a crash would leave deleted chunks in place. ``on_change`` holds subscribers. Runs on the event
-    loop.
+    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted after it was applied, so
+    that a crash leaves no deleted chunks in place. ``on_change`` holds subscribers. Runs on the event loop.
     """
 
     def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
@@ -215,9 +213,8 @@ class DeletionEpochs:
     ) -> None:
         """Record this node's own deletion of a tenant or, without ``root``, of everything.
 
-        ``epoch`` is the new epoch, and ``before`` the epoch that it replaced. ``crossed`` says that this node had not
-        applied an earlier deletion by another node. All chunks of the tenant that this node has inserted so far must
-        then be removed.
+        ``epoch`` replaced the epoch ``before``. ``crossed`` says that this node had not applied an earlier deletion by
+        another node: it must then remove all chunks of the tenant that it has inserted so far.
         """
         now = time.monotonic()
         if not root:
@@ -287,8 +284,7 @@ class DeletionEpochs:
         return epochs.tenant_epoch is None and record is not None and bool(record.tenant_digest)
 
     def observed_at(self, root: bytes) -> float:
-        """Return when the last deletion of a tenant, or with an empty ``root`` of everything, was observed
-        (monotonic)."""
+        """Return when a tenant's last deletion (without ``root``: of everything) was observed, in monotonic seconds."""
         if not root:
             return self._all_deleted_at
         record = self._tenants.get(root)
@@ -297,8 +293,7 @@ class DeletionEpochs:
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
         """Record that this node has applied the deletion that it observed at ``heard``.
 
-        An empty ``root`` means a deletion of everything. ``gone`` are the applied tombstones; None means that all
-        chunks of the tenant were deleted.
+        An empty ``root`` means everything. ``gone`` are the applied tombstones; None: the whole tenant was deleted.
         """
         if not root:
             self._persist_global()

@@ -94,7 +94,7 @@ class RedisBackend:
             return []
         reads: Any = (self._glide.ClusterBatch if self._address.cluster else self._glide.Batch)(is_atomic=False)
         for name, limit in zip(names, limits, strict=True):
-            reads.getrange(name, 0, limit)  # MGET would transfer a value of any length. GETRANGE returns an empty value for a missing name
+            reads.getrange(name, 0, limit)  # MGET would transfer values of any length; GETRANGE: missing is empty
         with translating_errors(_reason):
             found = await client.exec(reads, raise_on_error=True)
         if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):
