@@ -26,7 +26,7 @@ class CudaGraphRecorder:
             stream, graph = cuda.Stream(), cuda.CUDAGraph()
             before = cuda.current_stream()
             stream.wait_stream(before)
-            # torch.cuda.graph leaves its stream only after a capture that ends well, so it is not used here.
+            # torch.cuda.graph is not used, because it leaves its stream only after a successful capture.
             with cuda.stream(stream):
                 # A first run: libraries choose their kernels, and a step that cannot be captured is refused here.
                 with CaptureCheck(cuda.get_device_capability(self._device)):
