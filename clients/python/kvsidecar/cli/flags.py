@@ -1,6 +1,6 @@
 """Command-line flags of a service, generated from its settings class.
 
-Errors are one line.
+Errors are printed as one line.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
                 f"--{name.replace('_', '-')}",
                 dest=name,
                 default=argparse.SUPPRESS,
-                # The settings refuse other values in one sentence; the parser would compare numbers with text.
+                # No ``choices``: the settings class refuses other values in one sentence, and the parser would compare
+                # numbers with text.
                 metavar=f"{{{','.join(choices)}}}" if choices else _metavar(name, field.annotation),
                 **more,
             )
