@@ -17,7 +17,7 @@ from kvsidecar.process.free_memory import memory_limit_bytes
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.disk_space import DiskSpace
 
-# Memory of the process itself beside arena and staging: code, index and buffers.
+# Memory of the process in addition to arena and staging: code, index and buffers.
 PROCESS_BYTES = 128 << 20
 
 log = structlog.get_logger("cache_daemon")

@@ -1,4 +1,4 @@
-"""Event loop monitor: measures stalls and logs the cause of long ones."""
+"""Event loop monitor: measures stalls and logs the causes of long stalls."""
 
 from __future__ import annotations
 

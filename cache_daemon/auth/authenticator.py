@@ -94,7 +94,7 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """Process, user and group of a Unix socket peer when it connected.
+    """Process, user and group of a Unix socket's peer at the time of its connection.
 
     A peer in a PID namespace that this process cannot see has pid 0.
     """

@@ -88,7 +88,7 @@ class MissExplainer:
     ) -> pb.MissReason | None:
         """Report why a match ended before the prompt's last token, and remember the prompt.
 
-        ``matched_tokens`` is the length of the matched prefix, and ``matches`` are the last chunks of it.
+        ``matched_tokens`` is the length of the matched prefix, and ``matches`` are its last chunks.
         ``load_slower`` is ``FetchResult.load_slower``. Returns None if the whole prompt matched.
         """
         tags = self._tags.tag(ids[: MAX_TAGGED_TOKENS * keys.TOKEN_BYTES])

@@ -134,7 +134,7 @@ def import_archive(
 ) -> ArchiveSummary:
     """Store an archive's chunks.
 
-    After an error the chunks that were stored before it stay, since each chunk is checked on its own. ``progress`` gets
+    Chunks that were stored before an error stay, since each chunk is checked separately. ``progress`` gets
     the bytes read and the file's length; ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no
     archive, is corrupt or contains chunks that may not be stored. Also raises OSError, OutOfSpace and TierFailed.
     """
@@ -306,7 +306,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
     """Create a private, locked file beside ``path``.
 
-    The lock, where the file system has locks, tells a live export from a leftover.
+    The lock tells a running export from a leftover, if the file system supports locks.
     """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")

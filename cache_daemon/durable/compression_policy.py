@@ -127,7 +127,7 @@ def _unpacked(small: bytes, target: bytearray) -> None:
 def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
     """Read payloads past the page cache; return bytes per second. Raises OSError.
 
-    It runs as many reads in parallel as the payload reader.
+    It runs the same number of parallel reads as the payload reader.
     """
     handle = os.open(data, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
@@ -150,7 +150,7 @@ def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
         os.close(handle)
 
 
-# Shorter intervals have too few kernel ticks; longer ones are out of date.
+# Shorter intervals have too few kernel ticks; longer intervals are out of date.
 _MIN_INTERVAL_SECONDS, _MAX_INTERVAL_SECONDS = 0.05, 1.0
 _STAT = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -167,7 +167,7 @@ class CpuSample:
 
 
 def cpu_sample() -> CpuSample:
-    """Sample /proc/stat. Raises OSError, IndexError or ValueError where the kernel lacks it."""
+    """Sample /proc/stat. Raises OSError, IndexError or ValueError if the kernel does not have that file."""
     fields = _STAT.read_text().split("\n", 1)[0].split()
     return CpuSample(time.monotonic(), (int(fields[_IDLE]) + int(fields[_WAITING])) / _TICKS, time.process_time())
 

@@ -1,6 +1,6 @@
 """Durable tier interface: values, errors, and the guarantees of every implementation.
 
-- A read never returns wrong bytes: a payload is OK only when its length and its XXH3-64 are those of the chunk.
+- A read never returns wrong bytes: a payload is OK only if its length and its XXH3-64 match the chunk's header.
 - The store is closed under parents after every ``apply``: it contains the whole prefix of every stored chunk.
 - ``apply`` is atomic, even if the process or the machine dies during it.
 """
@@ -70,7 +70,7 @@ class PutOutcome(Enum):
 class PutResult:
     """Outcome of a put, with its cost.
 
-    ``stored_bytes`` is the part of the budget that the chunk uses; 0 unless it was stored.
+    ``stored_bytes`` is the part of the budget that the chunk uses; 0 if it was not stored.
     """
 
     outcome: PutOutcome

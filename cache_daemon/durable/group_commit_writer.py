@@ -318,10 +318,10 @@ class GroupCommitWriter:
         self._backoff_seconds = min(_MAX_BACKOFF_SECONDS, self._backoff_seconds * 2 or _MIN_BACKOFF_SECONDS)
 
     def _write_parts(self, ready: list[tuple[_Put, Put]], error: Exception) -> None:
-        """Write chunks that failed together in halves, to isolate a bad one.
+        """Write a failed group of chunks in halves, to isolate a bad chunk.
 
-        A failed tier gets one more try with the whole group, since it may have reopened its file. Stops at the first
-        chunk without space: the next chunk would be written out of order, and its owner must free space first.
+        If the tier failed, try the whole group once more first, since the tier may have reopened its file. Stops at the
+        first chunk without space: the next chunk would be written out of order, and its owner must free space first.
         """
         waiting = [ready] if isinstance(error, TierFailed) else _halves(ready)
         while waiting:

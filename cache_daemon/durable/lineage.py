@@ -20,8 +20,8 @@ class Lineage:
     def check(self, header: ChunkHeader, position: int) -> None:
         """Check and record the chunk at a position of the archive.
 
-        Raises InvalidRequest unless it continues a recorded chunk of its root or begins a prompt, with its root's
-        geometry.
+        Raises InvalidRequest unless the chunk begins a prompt or continues a recorded chunk of the same root, and has
+        the geometry of that root.
         """
         root, end = self._ends.get(header.parent_prefix_hash, (header.root, 0))
         if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in self._ends:

@@ -41,7 +41,7 @@ _INDEX_BYTES = 195
 
 
 class CorruptRecord(Exception):
-    """A record whose bytes differ from the written ones."""
+    """A record whose bytes differ from the written bytes."""
 
 
 class Record(NamedTuple):
@@ -147,7 +147,7 @@ def decode_tick(key: bytes, stored: bytes) -> int:
 
 
 def hashes_match(header: ChunkHeader) -> bool:
-    """Return True when the header's hashes are those of its tokens."""
+    """Return True when the header's hashes match its tokens."""
     tokens = header.token_ids[:]
     return (
         keys.prefix_hash(header.parent_prefix_hash, tokens) == header.prefix_hash
@@ -161,7 +161,7 @@ def is_valid_duration(seconds: float) -> bool:
 
 
 def layout_payload_bytes(header: ChunkHeader) -> int:
-    """Return the payload size of a header's layout. Raises ValueError for an impossible one."""
+    """Return the payload size of a header's layout. Raises ValueError for an impossible layout."""
     try:
         return layout_of(header).size_bytes
     except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
@@ -179,7 +179,7 @@ def encode_expiry(until: float) -> bytes:
 
 
 def decode_expiry(note: bytes) -> float | None:
-    """Return the expiry of a note in Unix seconds; None when it is invalid."""
+    """Return the expiry of a note in Unix seconds; None for an invalid note."""
     if len(note) != _EXPIRY.size:
         return None
     milliseconds = _EXPIRY.unpack(note)[0]

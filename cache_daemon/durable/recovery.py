@@ -1,8 +1,8 @@
 """Recovery: opens a store's data file, and rebuilds it when it is corrupt.
 
-Repair and compaction copy the intact records into a new file. When that file is complete and on disk, one rename gives
-it the old one's name; a crash at any point loses nothing. Only ``pread`` reads the old file, so corruption in it cannot
-end the process. LMDB opens a data file only after it was scanned or rebuilt.
+Repair and compaction copy the intact records into a new file. When the new file is complete and on disk, one rename
+gives it the name of the old file. A crash at any point loses no data. Only ``pread`` reads the old file, so corruption
+in it cannot end the process. LMDB opens a data file only after it was scanned or rebuilt.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dic
 
 
 def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: bool) -> RebuildReport:
-    """Replace the data file by a new one with the intact records.
+    """Replace the data file by a new file with the intact records.
 
     Raises OutOfSpace, TierFailed, OSError.
     """

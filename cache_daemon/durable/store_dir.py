@@ -53,7 +53,7 @@ class StoreDir:
     def keep_damaged(self) -> Path:
         """Give the data file a second name, replacing an earlier damaged one.
 
-        Copies it where the file system has no hard links. Raises OSError.
+        Copies the file if the file system has no hard links. Raises OSError.
         """
         earlier, kept = self._damaged()
         try:

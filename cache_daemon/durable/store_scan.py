@@ -186,7 +186,7 @@ class StoreScanner:
     def _take_meta(self, node: Node) -> None:
         """Record an entry of ``meta``.
 
-        A format record that fails its checksum is corrupt, unless it is format 1's plain digit.
+        A format record with a wrong checksum is corrupt, unless it is the plain digit of format 1.
         """
         stored = self.value(node)
         try:

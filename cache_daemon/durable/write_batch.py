@@ -44,7 +44,7 @@ class EncodedChunk:
         return self.put.header.parent_prefix_hash
 
     def value(self) -> bytes | memoryview:
-        """Return the stored payload, padded so that it gets pages of its own."""
+        """Return the stored payload, padded so that it gets its own pages."""
         if len(self.stored) >= MINIMUM_VALUE_BYTES:
             return self.stored
         return bytes(self.stored).ljust(MINIMUM_VALUE_BYTES, b"\0")
@@ -89,7 +89,7 @@ class WriteBatch:
         self.removed[key] = None
 
     def put(self, packed: EncodedChunk) -> None:
-        """Store a chunk and remove the chunks that it replaces, unless its parent is missing."""
+        """If a chunk's parent is stored, store the chunk and remove the chunks that it replaces."""
         if packed.parent != packed.put.header.root and not self.has(packed.parent):
             return
         for key in packed.put.replaces:

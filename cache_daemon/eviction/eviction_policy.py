@@ -61,7 +61,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def make_unevictable(self, entry: Entry) -> None:
-        """Exclude an entry with children, or a pinned one, from ``victims``.
+        """Exclude an entry with children, or a pinned entry, from ``victims``.
 
         Raises KeyError if the entry is unevictable already.
         """
@@ -84,5 +84,5 @@ class EvictionPolicy(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Return the number of entries, unevictable ones included."""
+        """Return the number of entries, including unevictable entries."""
         ...

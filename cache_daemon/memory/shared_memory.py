@@ -32,7 +32,7 @@ class SharedMemory:
         self.size_bytes = size_bytes
         try:
             self.descriptor = os.memfd_create(f"kvsidecar-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # The descriptor is closed with the object, also when the mapping fails or no owner calls ``close``.
+            # The descriptor is closed with this object, even if the mapping fails or no owner calls ``close``.
             self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
             os.ftruncate(self.descriptor, size_bytes)
             self._map = mmap.mmap(self.descriptor, size_bytes)

@@ -42,7 +42,7 @@ class Telemetry:
 
 @asynccontextmanager
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
-    """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without one.
+    """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without an endpoint.
 
     ``telemetry.otlp_export.otlp_providers`` describes the rules. Raises ConfigurationError without the packages.
     """

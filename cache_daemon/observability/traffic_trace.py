@@ -47,7 +47,7 @@ class TrafficTrace:
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Rename an existing file to ``.1``, replacing an older one. Raises OSError."""
+        """Rename an existing file to ``.1``, replacing an older ``.1``. Raises OSError."""
         self.path, self.max_bytes = path, max_bytes
         self.num_dropped = 0
         self._incomplete_reason = ""

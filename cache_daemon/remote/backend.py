@@ -58,11 +58,11 @@ class RemoteBackend(Protocol):
     lanes: int
 
     async def connect(self) -> None:
-        """Open new connections, regardless of the state of earlier ones. Raises RemoteFailed."""
+        """Open new connections, regardless of the state of earlier connections. Raises RemoteFailed."""
         ...
 
     async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
-        """Return values in the order of their names, None for missing ones. Raises RemoteFailed.
+        """Return values in the order of their names, None for missing values. Raises RemoteFailed.
 
         ``max_bytes`` are the maximal lengths of the values, by default ``MAX_VALUE_BYTES``. A longer value, which
         another program may have written, is not transferred and returned as ``OVERSIZE``. An empty value may count as

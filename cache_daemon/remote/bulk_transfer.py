@@ -101,7 +101,7 @@ class TenantTransfer:
                 lease.release()
 
     def _batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-        """Split chunks into batches that fit into the arena beside its other contents."""
+        """Split chunks into batches that need only a part of the arena."""
         most = min(_BATCH_BYTES, self._tiers.arena.size_bytes // _SHARE_OF_ARENA)
         batch: list[Chunk] = []
         size = 0

@@ -36,7 +36,7 @@ GRACE_SECONDS = 60.0
 
 
 class EpochChange(Enum):
-    """Difference between a tenant's epochs and those last observed."""
+    """Difference between a tenant's epochs and the last observed epochs."""
 
     NONE = auto()
     EPOCH_LOST = auto()  # the backend lost the epochs, perhaps of deletions: older chunks are not written for a while
@@ -110,7 +110,7 @@ class DeletionEpochs:
         )
 
     def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compare a tenant's epochs with those last observed; notify ``on_change`` of a difference."""
+        """Compare a tenant's epochs with the last observed epochs; notify ``on_change`` of a difference."""
         change = self.compare(root, epochs)
         if change is not EpochChange.NONE:
             self.notify(root, change)
@@ -124,7 +124,7 @@ class DeletionEpochs:
             call(root, change)
 
     def compare(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compare a tenant's epochs with those last observed, and remember them."""
+        """Compare a tenant's epochs with the last observed epochs, and remember the new epochs."""
         now = time.monotonic()
         if self.is_global_deletion_lost(epochs.global_epoch):
             return EpochChange.DELETION_LOST
@@ -369,7 +369,7 @@ class DeletionEpochs:
         record.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
-        """Forget a tenant without chunks, unless a deletion of it is known.
+        """Forget a tenant without chunks, unless a deletion of the tenant is known.
 
         A known deletion stays, because this node must write it back if the backend loses it.
         """

@@ -74,7 +74,7 @@ class HealthProbe:
             log.info("the remote tier answers again", engine=tier.backend.name)
 
     async def _reconnect(self) -> None:
-        """Probe over the existing connection, or a new one. Raises RemoteFailed."""
+        """Probe over the existing connection or a new connection. Raises RemoteFailed."""
         tier = self._tier
         tier.latency.reset_latency()
         if self._connected:

@@ -299,7 +299,7 @@ class _Downloads:
 
     @contextlib.contextmanager
     def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[_Download]]:
-        """Download groups in order; the end of the block cancels the remaining ones.
+        """Download groups in order; the end of the block cancels unfinished downloads.
 
         Download slots are granted in the order of requests. So the group that is inserted next always gets a slot
         before later groups, and prompts do not deadlock.

@@ -67,7 +67,7 @@ class RemoteCounters:
 class RecordLookup:
     """Valid records of a tenant, and its epochs.
 
-    ``records`` are in the requested order, None for missing ones.
+    ``records`` are in the requested order, with None for missing records.
     """
 
     records: list[RemoteRecord | None]

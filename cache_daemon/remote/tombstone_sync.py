@@ -169,7 +169,7 @@ class TombstoneApplier:
     # ---- applying -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
-        """Apply scheduled deletions; those that need the backend come last and may fail."""
+        """Apply scheduled deletions; deletions that need the backend come last and may fail."""
         for (root, change), observed_at in sorted(
             self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True
         ):

@@ -59,9 +59,9 @@ async def purge(tier: RemoteTier, root: bytes) -> None:
 async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int, set[bytes]]:
     """Remove a chunk and its descendants, and leave tombstones.
 
-    Removes all payload parts of these chunks, also of earlier writes. Returns the number of chunks, and the tombstones.
-    Raises RemoteFailed. Scans the backend twice; the first scan remembers only the parent of each chunk and the
-    existing tombstones.
+    Removes all payload parts of these chunks, including parts of earlier writes. Returns the number of chunks, and the
+    tombstones. Raises RemoteFailed. Scans the backend twice; the first scan remembers only the parent of each chunk and
+    the existing tombstones.
     """
     names, begin = tier.key_schema, tier.key_schema.tenant_prefix(root)
     children: dict[bytes, list[bytes]] = {}
@@ -221,7 +221,7 @@ class DeletionWriter:
     """Executes this node's deletions in the remote backend.
 
     ``enqueue`` and ``restore_note`` add deletions; ``run_next`` executes the oldest one. A deletion is retried until it
-    succeeds, also after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the
+    succeeds, even after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the
     event loop.
     """
 

@@ -176,7 +176,7 @@ class WriteBehindQueue:
             self._stored_until.popitem(last=False)
 
     def _ttl_of(self, chunk: Chunk) -> int | None:
-        """Return the shortest of the tier's TTL, the tenant's TTL, and the rest of the TTL that requests set."""
+        """Return the shortest of the tier's TTL, the tenant's TTL, and the remaining TTL that requests set."""
         limits = [n for n in (self._policy.ttl_seconds, chunk.tenant.limits.ttl_seconds) if n is not None]
         if chunk.expires_at < inf:
             limits.append(chunk.expires_at - self._tiers.clock())

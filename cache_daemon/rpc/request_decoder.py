@@ -1,4 +1,4 @@
-"""Request decoding: checks large requests first, and reports invalid ones as InvalidRequest.
+"""Request decoding: checks large requests first; reports invalid requests as InvalidRequest.
 
 Without this decoder, gRPC would answer an undecodable request with UNKNOWN.
 """

@@ -74,7 +74,7 @@ def check_descriptor(descriptor: NamespaceDescriptor) -> None:
 
 
 def check_headers(headers: Sequence[ChunkHeader]) -> None:
-    """Raise InvalidRequest for too many headers, or an invalid one."""
+    """Raise InvalidRequest for too many headers, or an invalid header."""
     check_max("the number of headers", len(headers), MAX_ITEMS)
     for header in headers:
         check_hash("parent_prefix_hash", header.parent_prefix_hash, optional=True)
@@ -126,7 +126,7 @@ def check_load_reports(request: pb.ReleaseRequest) -> Sequence[pb.LoadReport]:
 
 
 def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
-    """Return a name for each header, empty where the caller gave none. Raises InvalidRequest."""
+    """Return a name for each header; empty if the caller gave no name. Raises InvalidRequest."""
     if not names:
         return [b""] * headers
     if len(names) != headers:

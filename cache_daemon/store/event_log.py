@@ -61,7 +61,7 @@ class EventLog:
     async def follow(
         self, epoch: int, after: int, root: bytes = _ALL, *, with_tokens: bool = False
     ) -> AsyncIterator[WatchResponse]:
-        """Yield the events after a number, then new ones as they arrive.
+        """Yield the events after a number, then new events as they arrive.
 
         Yields all events or, with ``root``, the events of that root; then ``after`` is a number of that root. Raises
         EventsLost when events after ``after`` were dropped. Raises InvalidRequest for a number that no event has had

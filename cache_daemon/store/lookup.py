@@ -80,7 +80,7 @@ class MatchResult:
 
     @property
     def matched_tokens(self) -> int:
-        """Tokens of the prefix, including those outside the window."""
+        """Tokens of the prefix, including tokens outside the window."""
         return self.passed_tokens + sum(m.tokens for m in self.matches)
 
 

@@ -251,7 +251,7 @@ class Persistence:
         self._progress_event = asyncio.Event()
 
     def _drop_corrupt(self, chunk: Chunk) -> None:
-        """Remove a chunk whose bytes in the arena differ from the committed ones."""
+        """Remove a chunk whose bytes in the arena differ from the committed bytes."""
         self._tiers.counters.corrupt_chunks += 1
         dropped = self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         log.error("a chunk in memory is corrupt: removed with its descendants", chunk=chunk.key.hex(), dropped=dropped)

@@ -36,7 +36,7 @@ log = structlog.get_logger("cache_daemon")
 @dataclass(eq=False, slots=True)
 class _Pin:
     requested_key: bytes  # the prefix hash that was pinned
-    chunk: Chunk  # the chunk that now has the pin: a longer one may have superseded the original
+    chunk: Chunk  # the chunk that now has the pin; it may have superseded the pinned chunk
     caller: bytes  # hash of an external caller's name; empty on the private socket
     usage: LeasePinLimit | None  # usage of the external caller; None on the private socket
     count: int = 0

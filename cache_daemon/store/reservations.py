@@ -131,7 +131,7 @@ class Reservations:
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """Return True if the parent ends at ``start`` and exists.
 
-        It exists if it is the root, stored, or reserved by this session.
+        The parent exists if it is the root, or a chunk that is stored or reserved by this session.
         """
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._inserter.parent_is_live(root, parent, start)
@@ -184,7 +184,7 @@ class Reservations:
         return found
 
     def _parent_of(self, key: bytes) -> bytes | None:
-        """Return the parent's hash of a reserved or indexed chunk; None for others."""
+        """Return the parent's hash of a reserved or indexed chunk; None for any other hash."""
         if key in self._open:
             return self._open[key][1].header.parent_prefix_hash
         chunk = self._tiers.index.get(key)

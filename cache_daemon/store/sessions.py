@@ -71,7 +71,7 @@ class Session:
     closed: bool = False
     heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
     owner: object = None  # the principal that opened it
-    usage: LeasePinLimit | None = None  # leased chunks of its owner; None if it shares memory
+    usage: LeasePinLimit | None = None  # lease usage of the owner; None if the session shares memory
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)

@@ -79,7 +79,7 @@ class TierManager:
     # ---- states of chunks -----------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
-        """Add a chunk to the index. Its parent must be indexed, unless it starts a prompt."""
+        """Add a chunk to the index. Its parent must be indexed, unless the chunk begins a prompt."""
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1

@@ -78,7 +78,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 
 @cache
 def _transfer(device: torch.device, use: str) -> ChunkTransfer:
-    """Return a device's transfer; each ``use`` has its own, so stores do not wait for loads."""
+    """Return a device's transfer; each ``use`` has its own transfer, so stores do not wait for loads."""
     return ChunkTransfer(device_of(device))
 
 

@@ -11,7 +11,7 @@ RetainedPrefixes = tuple[tuple[int, int], ...]
 
 
 def retained_prefixes(wanted: Iterable[tuple[int, int]]) -> RetainedPrefixes:
-    """Drop redundant prefixes ``(end in tokens, seconds)``; sort the others by end.
+    """Drop redundant prefixes ``(end in tokens, seconds)``; sort the remaining prefixes by end.
 
     A prefix is redundant if a longer prefix is retained at least as long. So the result has rising ends and falling
     times. Returns at most the 64 longest prefixes.

@@ -62,7 +62,7 @@ def parse_token_digest(entry: object) -> bytes | None:
 
 
 def find_by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
-    """Find the entry of a token, among those ``known`` by their digests.
+    """Find the entry of a token among the ``known`` entries, which are named by digests.
 
     Compares with all digests in constant time, even after a match.
     """

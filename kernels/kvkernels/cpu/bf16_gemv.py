@@ -22,7 +22,7 @@ ROWS = 4
 # Above this many rows the product is compute-bound, and oneDNN's blocking is as good.
 MAX_ROWS = 32
 _OUTPUTS = 64
-# The variant whose instruction oneDNN uses where the CPU has it.
+# The variant with the instruction that oneDNN uses on CPUs that have it.
 _VARIANT = "avx512bf16"
 # Lengths of oneDNN's blocks of input features.
 _BLOCKS = (512, 1024, 256, 2048)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
 LIBRARIES = _PACKAGE / "lib" / "cpu"
-# File beside the libraries with the fingerprint of their sources.
+# Name of the file with the fingerprint of the sources, in the folder of the libraries.
 STAMP = "fingerprint"
 KERNELS = (
     "attention.cpp",
@@ -138,7 +138,7 @@ def compile_library(command: list[str], target: Path, names: tuple[str, ...], fl
         Path(unfinished.name).unlink()
         raise RuntimeError(f"{shlex.join(command)} does not compile the CPU kernels:\n{done.stderr[-4000:]}")
     Path(unfinished.name).chmod(0o755)
-    Path(unfinished.name).replace(target)  # atomic, also if another process builds
+    Path(unfinished.name).replace(target)  # atomic, even if another process builds
 
 
 def build(folder: Path = LIBRARIES) -> list[str]:

@@ -46,7 +46,7 @@ def collapse(memory: Tensor) -> None:
 
 
 def large_bytes(memory: Tensor) -> int:
-    """Return the bytes of the mapping of ``memory`` that are in large pages; 0 where the system does not say."""
+    """Return the bytes of the mapping of ``memory`` that are in large pages; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

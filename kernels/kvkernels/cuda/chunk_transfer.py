@@ -5,7 +5,7 @@ group of layers. Device work is ordered by events; the host waits only before it
 happens at most once for each group that fits a bank.
 
 The pinned memory belongs to this process alone. Page-locking the daemon's arena or staging would corrupt chunks: the
-device keeps the locked pages, while the daemon replaces those of idle staging.
+device keeps using the locked pages, while the daemon replaces the pages of idle staging.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvkernels.device.device_port import Device, Event, Stream
 
 # A group of layers up to this size is one batch, with one launch and at most one wait of the host.
 BANK_BYTES = 128 << 20
-_NUM_LANES = 2  # transfers at one time; others wait
+_NUM_LANES = 2  # transfers at one time; further transfers wait
 _NUM_BANKS = 2  # the host fills one while the device copies another
 _COPY_BYTES = 4 << 20  # minimal size of a copy, except the last copy of a batch
 _GRANULARITY = 1 << 20

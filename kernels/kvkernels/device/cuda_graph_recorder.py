@@ -70,7 +70,7 @@ class CudaGraphRecorder:
 
 
 class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that a CUDA graph cannot contain: those that wait for the device."""
+    """Refuses operations that wait for the device, which a CUDA graph cannot contain."""
 
     _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 

@@ -61,7 +61,7 @@ class Stream(Protocol):
         ...
 
     def wait_stream(self, other: Stream) -> None:
-        """Start later work of this stream after the other stream's work enqueued so far."""
+        """Make later work of this stream wait for the work that the other stream has enqueued so far."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -67,7 +67,7 @@ class LogReplay:
         return found
 
     def add(self, lines: Iterable[str]) -> None:
-        """Add the lines of answered requests; ignore all others."""
+        """Add the lines of answered requests; ignore all other lines."""
         for line in lines:
             fields = _fields(line)
             prompt, cached = _count(fields, "prompt_tokens"), _count(fields, "cached_tokens")

@@ -53,7 +53,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 # Maximum bytes of a text over gRPC, and of its last part when the text is cut. gRPC sends the text twice, escaped. If
 # the metadata exceeded 16 KiB, the call would end without a reason.
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
-# gRPC's text where no server listens: the address, gRPC's own words, and the system's reason. gRPC 1.76 appends errno
+# gRPC's text if no server listens: the address, gRPC's own words, and the system's reason. gRPC 1.76 appends errno
 # to the reason.
 _NOTHING_LISTENS = re.compile(
     r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+?)(?: \(\d+\))?"

@@ -76,7 +76,7 @@ class EventPublisher:
         return socket
 
     def publish(self, events: list[Event]) -> None:
-        """Send a batch; an empty one is skipped."""
+        """Send a batch; skip an empty batch."""
         if not events:
             return
         payload = encode(EventBatch(time.time(), events, 0))

@@ -125,7 +125,7 @@ def aio_channel(
 def explain_unavailable(
     error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = ""
 ) -> KVSidecarError:
-    """Return the error, or a clearer one for an unavailable target.
+    """Return the error, or a clearer error for an unavailable target.
 
     If no server listens and ``absent`` is given, the result has this text. If the server speaks TLS and the call did
     not (gRPC reports "Socket closed"), the result suggests TLS. Opens a connection to find out, for at most 2 s.

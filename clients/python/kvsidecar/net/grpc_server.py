@@ -65,8 +65,8 @@ class ListenerLimits:
     streams: int = 1024
     """Maximum concurrent calls on one connection.
 
-    Further calls wait at the client, or fail with UNAVAILABLE at the moment when others end, because gRPC's server
-    releases a call slightly later than its client.
+    Further calls wait at the client. They may fail with UNAVAILABLE at the moment when other calls end, because gRPC's
+    server releases a call slightly later than its client.
     """
     connections: int = 512
     """Maximum concurrent connections at a listener that is not private; further connections are closed at once."""

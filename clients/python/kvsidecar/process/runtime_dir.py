@@ -34,7 +34,7 @@ def default_data_dir() -> Path:
 def ensure_private_dir(path: Path) -> Path:
     """Create a folder with mode 0700.
 
-    Raises ConfigurationError when it belongs to another user or others can access it.
+    Raises ConfigurationError when the folder belongs to another user, or other users can access it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """LMCache's L2 objects in the daemon: opaque bytes, locked by leases.
 
 LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes. An object is a chunk
-of one layer and one head with ``TOKEN_BYTES`` per token, and as many tokens as the object needs.
+of one layer and one head. It has ``TOKEN_BYTES`` per token, and the number of tokens that the object needs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class L2ObjectStore:
         self._connection.close()
 
     def store(self, names: Sequence[ObjectName], objects: Sequence[memoryview]) -> WriteResult:
-        """Store objects; skips those that exceed the maximum chunk size."""
+        """Store objects; skip objects that exceed the maximum chunk size."""
         there, fresh = [False] * len(names), [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -126,7 +126,7 @@ class L2ObjectStore:
         return done
 
     def unlock(self, names: Sequence[ObjectName]) -> None:
-        """Unlock objects; ignores those that are not locked."""
+        """Unlock objects; ignore objects that are not locked."""
         for name in names:
             with self._lock:
                 leases = self._locks.get(name)
@@ -250,7 +250,7 @@ class L2ObjectStore:
 
 
 def tokens_of(size_bytes: int) -> int:
-    """Return the number of tokens of an object, including those of its name."""
+    """Return the number of tokens of an object, including the tokens of its name."""
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
 
 

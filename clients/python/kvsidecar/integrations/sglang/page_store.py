@@ -98,7 +98,7 @@ class PageStore:
             return [False] * len(names)
 
     def clear(self) -> None:
-        """Delete all pages of this model and rank, including those of other engines.
+        """Delete all pages of this model and rank, including pages of other engines.
 
         Raises ConnectionError when the daemon is unavailable.
         """
