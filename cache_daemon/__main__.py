@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Set before numpy is imported: the daemon does no linear algebra, and a process that forks should have no threads.
+# numpy reads this variable when it is imported. The daemon does no linear algebra, and it must have no threads when it
+# forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kvsidecar.process.fast_import import fast_imports, skip_optional_imports

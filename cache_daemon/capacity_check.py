@@ -1,7 +1,7 @@
 """Checks sizes at the start: arena and staging against memory, the store against its file system.
 
-Otherwise the kernel may end the daemon for memory, or its disk may be full after a week, and no message would name the
-setting.
+Without these checks the kernel may kill the daemon for lack of memory, or the disk may be full after a week, and no
+message would name the setting that is too large.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvsidecar.process.free_memory import memory_limit_bytes
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.disk_space import DiskSpace
 
-# Memory of the process itself beside arena and staging: code, index and buffers.
+# Memory of the process in addition to arena and staging: code, index and buffers.
 PROCESS_BYTES = 128 << 20
 
 log = structlog.get_logger("cache_daemon")

@@ -1,4 +1,4 @@
-"""Settings of the daemon: flags over ``KVSIDECAR_CACHE_*`` over defaults."""
+"""Settings of the daemon: flags, then ``KVSIDECAR_CACHE_*`` variables, then defaults."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class DaemonConfig(BaseSettings):
     shared_socket: Path | None = Field(default=None, validate_default=True)
     """Second Unix socket for the users of a group, with access by their salts only; mode 0660."""
     socket_group: str = Field(default="", validate_default=True)
-    """The group of --shared-socket; the daemon's own when empty."""
+    """Group of --shared-socket; empty for the daemon's own group."""
     tenants: Path | None = None
     """TOML file of tenants: identities and limits. Reloaded at SIGHUP."""
     tls_cert: Path | None = None
-    """PEM file of the server's certificate with its chain. Reloaded on change, as are the next two."""
+    """PEM file of the server's certificate with its chain. Reloaded on change, like --tls-key and --tls-client-ca."""
     tls_key: Path | None = None
     """PEM file of the certificate's key, not readable by others."""
     tls_client_ca: Path | None = None
@@ -48,10 +48,10 @@ class DaemonConfig(BaseSettings):
     store_key_file: Path | None = Field(default=None, validate_default=True)
     """File with the encryption key of the store; or set KVSIDECAR_CACHE_STORE_KEY."""
     compression: Literal["auto", "none", "zstd"] = "auto"
-    """Lossless compression on disk; auto: if reading gets no slower, on idle cores."""
+    """Lossless compression on disk. auto compresses only if that makes reading no slower, and only on idle cores."""
     durability: Literal["strict", "relaxed"] = "relaxed"
     """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
-    commit, never more, and never corrupts. Killing the process loses nothing in either."""
+    commit, never more, and never corrupts. Killing the process loses nothing in either mode."""
     remote: str = Field(default="", repr=False)
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
     cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R or az://ACCOUNT@CONTAINER/PREFIX.
@@ -60,15 +60,17 @@ class DaemonConfig(BaseSettings):
     remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
     """Password or secret key (S3, Azure) of the remote tier. Set it in the environment: command lines are public."""
     remote_secret_file: Path | None = Field(default=None, validate_default=True)
-    """File with the remote tier's password or secret key, for its owner alone; or set KVSIDECAR_CACHE_REMOTE_SECRET.
-    S3 and Azure without either use the AWS or AZURE variables and services."""
+    """File with the remote tier's password or secret key, readable by its owner only; or set
+    KVSIDECAR_CACHE_REMOTE_SECRET. Without a secret, S3 and Azure use the AWS or AZURE variables and services."""
     remote_ca: Path | None = Field(default=None, validate_default=True)
-    """PEM file of the authority that the remote tier's certificate is signed by, where the system does not know it."""
+    """PEM file of the authority that signed the remote tier's certificate, if the system does not know that
+    authority."""
     remote_write: Literal["second-use", "all", "never"] = "second-use"
     """Chunks that are written to the remote tier: second-use writes a chunk when a prompt matches it, so that unused
     chunks are not sent; all writes every chunk; never is for nodes that only read."""
     remote_ttl: str = "7d"
-    """Maximal TTL of chunks in the remote tier: 45s, 30m, 12h, 7d; none lets its own policy evict them."""
+    """Maximal TTL of chunks in the remote tier: 45s, 30m, 12h, 7d; none sets no TTL, so the backend's own policy evicts
+    chunks."""
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
@@ -88,12 +90,12 @@ class DaemonConfig(BaseSettings):
     metrics_host: str = "127.0.0.1"
     """Address of the Prometheus endpoint. Unauthenticated; it exposes no texts, salts or tokens."""
     metrics_tenants: int = Field(default=0, ge=0, le=1000)
-    """Number of tenants of the tenants file that reuse metrics name in a label; the rest is "other". 0: no label."""
+    """Number of tenants of the tenants file that reuse metrics name in a label; all others are "other". 0: no label."""
     health_tcp: str = ""
     """Additional host:port with grpc.health.v1.Health alone, without TLS and authentication: for probes."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) for spans and metrics, such as http://localhost:4317. When empty,
-    the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
+    the standard variables OTEL_EXPORTER_OTLP_... decide; without those, nothing is exported. Needs kvsidecar[otel]."""
     trace: Path | None = None
     """File for a traffic trace: anonymous block ids, no tokens. Workers then look up every prompt."""
     trace_bytes: int = 64 << 20
@@ -141,7 +143,7 @@ class DaemonConfig(BaseSettings):
     def _url(cls, value: str) -> str:
         return validate_endpoint(value)
 
-    # A rule about several settings is checked at the last of them, so that the message shows no other setting's value.
+    # A rule about several settings is checked at the last of these settings, so that the message shows only its value.
 
     @field_validator("shared_socket")
     @classmethod

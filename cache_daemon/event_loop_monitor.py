@@ -1,4 +1,4 @@
-"""Event loop monitor: measures stalls and logs the cause of long ones."""
+"""Event loop monitor: measures stalls and logs the causes of long stalls."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class EventLoopMonitor:
     """Measures stalls of the running event loop while the ``with`` block runs.
 
     A separate thread samples the loop. For a long stall it logs the loop's stack (functions and lines, never values),
-    the CPU time of the loop's thread, the time that this thread waited for a processor, and the CPU time of the whole
-    process. If other threads used CPU time, the loop waited for the interpreter lock. ``major_faults`` counts pages
-    read from disk, including the program's own.
+    the CPU time of the loop's thread, the time that the loop's thread waited for a processor, and the CPU time of the
+    whole process. If other threads used CPU time, the loop waited for the interpreter lock. ``major_faults`` counts
+    pages read from disk, including the program's own.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Offline commands on a store: verify, export and import (``python -m cache_daemon.offline``).
 
-The commands take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. Only
-``export`` also reads a running daemon, as its operator. A running daemon deliberately imports nothing: an archive holds
-chunks of tenants whose salts the caller may not know, and a daemon accepts chunks only from callers that name their
-salt.
+The commands take the store's lock, as a daemon does. So a command that needs the store fails with a one-sentence
+message while a daemon uses that store. ``export`` can also read a running daemon, through its private socket. A running
+daemon deliberately imports nothing: an archive holds chunks of tenants whose salts the caller may not know, and a
+daemon accepts chunks only from callers that name their salt.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ def _hash(option: str, text: str) -> bytes:
 def _source(
     store: Path | None, socket: Path | None, roots: frozenset[bytes] | None, key_file: Path | None
 ) -> Iterator[ArchiveSource]:
-    """Yield a running daemon, or the store of a stopped one.
+    """Yield a running daemon, or the store of a stopped daemon.
 
-    Where the environment names both, as in a daemon's container, the daemon is read if it listens.
+    If the environment names both a socket and a store, as in a daemon's container, the running daemon is preferred.
     """
     target = socket if socket is not None else own_runtime_dir() / "cache.sock"
     only_one_is_named = (socket is None) != (store is None)

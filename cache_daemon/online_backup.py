@@ -19,11 +19,11 @@ _PAGE, _CALL_SECONDS = 1000, 120.0
 
 
 class OnlineBackup:
-    """The chunks that a daemon listed at one time, except those that are removed before they are read.
+    """The chunks that a daemon listed at one time, except chunks that it removes before they are read.
 
-    ``daemon`` is a stub at an operator's listener, ``roots`` the tenant roots to read (None: all). Chunks are
-    immutable and a parent comes before its children, so an archive of them is consistent whatever the daemon does
-    meanwhile. Raises KVSidecarErrors.
+    ``daemon`` is a stub of a listener where the caller is an operator. ``roots`` are the tenant roots to read (None:
+    all). Chunks are immutable and a parent comes before its children, so an archive of them is consistent even if the
+    daemon stores and removes chunks meanwhile. Methods raise KVSidecarError.
     """
 
     def __init__(self, daemon: Any, roots: frozenset[bytes] | None = None) -> None:
@@ -58,7 +58,7 @@ class OnlineBackup:
         return found
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
-        """Read the payload of the chunk whose header was asked for last."""
+        """Read the payload of the chunk whose header was requested last."""
         (job,) = jobs
         position = 0
         try:

@@ -1,8 +1,9 @@
 """Prefork supervisor: a parent process that restarts the daemon when it dies.
 
-If the kernel kills the daemon for memory, or a defect in native code ends it, it must be back before its users notice.
-Importing its modules takes a second of CPU; forking a process that has imported them takes a few milliseconds. So the
-process started by ``kvsidecar daemon`` only waits, and its child serves. The child dies with the parent.
+If the kernel kills the daemon for lack of memory, or a defect in native code ends it, the daemon must be back before
+its users notice. Importing its modules takes a second of CPU; forking a process that has imported them takes a few
+milliseconds. So the process started by ``kvsidecar daemon`` only waits, and its child serves. The child dies with the
+parent.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _AWAITED_SIGNALS = _FORWARDED_SIGNALS | {signal.SIGCHLD}
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.05, 2.0, 5.0
 # Give up on a daemon that keeps dying before it serves: restarting does not help.
 _MAX_FAILED_STARTS = 5
-# After this many kills for memory within this time, give up: the orchestrator must see the daemon end.
+# After this many kills for lack of memory within this time, give up: the orchestrator must see the daemon end.
 _MAX_OOM_KILLS, _OOM_SECONDS = 3, 600.0
-# Shared with the child, which sets the first byte when it starts to serve; then the parent's counts.
+# Layout of the memory shared with the child: a byte that the child sets when it starts to serve, then the parent's
+# counts.
 _COUNTS = struct.Struct("<II")
 _shared = mmap.mmap(-1, 1 + _COUNTS.size)
 
@@ -42,7 +44,7 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class RestartCounts:
-    """Number of the daemon's restarts by the parent; ``oom_kills`` are those after the kernel killed it for memory."""
+    """Restarts by the parent; ``oom_kills`` counts those after the kernel killed the daemon for lack of memory."""
 
     restarts: int = 0
     oom_kills: int = 0
@@ -57,7 +59,8 @@ def restart_counts() -> RestartCounts:
 class _ExitStatus:
     """Exit status of the child.
 
-    ``code`` is its exit code, or minus the signal that killed it; ``requested`` says that a stop signal was forwarded.
+    ``code`` is the exit code, or minus the number of the signal that killed the child. ``requested`` is True if the
+    parent had forwarded a stop signal.
     """
 
     code: int
@@ -74,7 +77,8 @@ def run_supervised(run: Callable[[], int]) -> int:
     gc.freeze()  # keeps pages that parent and children share from being copied
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED_SIGNALS)
     try:
-        # The first restart is immediate; a daemon that keeps dying must not keep the machine busy with restarts.
+        # The first restart is immediate; later restarts wait, so that a daemon that keeps dying does not keep the
+        # machine busy.
         failed_starts = 0
         kills_at: list[float] = []
         backoff = RestartBackoff(_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS, immediate=True)
@@ -120,7 +124,7 @@ def run_supervised(run: Callable[[], int]) -> int:
 
 
 def unblock_reload_signal() -> None:
-    """Unblock SIGHUP in the child once it has a handler; a pending one is delivered now.
+    """Unblock SIGHUP in the child once it has a handler; a pending SIGHUP is then delivered.
 
     Call it on the main thread.
     """
@@ -142,7 +146,8 @@ def _fork_child(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
     code = 1
     try:
         die_with_parent(parent, signal.SIGKILL)
-        # SIGHUP stays blocked until the child has a handler (unblock_reload_signal): without one it ends the child.
+        # SIGHUP stays blocked until the child has a handler (unblock_reload_signal): without a handler, SIGHUP ends the
+        # child.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGHUP})
         code = run()
     except BaseException:

@@ -57,7 +57,7 @@ from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_accounts import TenantAccounts
 
 GRACE_SECONDS = 3.0
-# Some queued writes are not on disk.
+# Exit code when some queued writes are not on disk.
 _HUNG_EXIT = 1
 _MAX_MESSAGE_BYTES = 16 << 20
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -123,7 +123,8 @@ async def _store(
             lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
         ),
         remote=_remote(config),
-        # A trace must contain every prompt; without the Bloom filter workers look up all of them.
+        # A trace must contain every prompt. With a Bloom filter, workers would not look up prompts that have no stored
+        # prefix.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
     )
     try:
@@ -179,7 +180,7 @@ def _metrics(snapshots: StatsSnapshots, config: DaemonConfig) -> Iterator[None]:
     if not config.metrics_port:
         yield
         return
-    # Imported on demand: the import is slow, and a restart should be fast.
+    # Imported only if needed: the import is slow, and a restart should be fast.
     from cache_daemon.observability.prometheus_collector import serve_metrics
 
     with serve_metrics(snapshots, config.metrics_port, config.metrics_host):

@@ -1,8 +1,8 @@
 """Build backend: setuptools with a compiler requirement and a path file.
 
 It requires the ziglang wheel if the machine has no compiler. The path file makes an editable install importable from
-every folder. setuptools' finder searches after the current folder, where a clone named ``kvsidecar`` looks like a
-package of that name; a package on the path has precedence over such a folder.
+every folder. setuptools' own finder is asked only after the path, so a clone named ``kvsidecar`` in the current folder
+would hide the package. A package in a folder on the path has precedence over such a clone.
 """
 
 import base64
@@ -17,7 +17,7 @@ from setuptools.build_meta import *  # noqa: F403
 
 _ROOT = Path(__file__).parents[1]
 _CPU = runpy.run_path(str(_ROOT / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"))
-# Not the root, whose folders have names of other packages, such as build.
+# Not the repository's root: some of its folders have the names of other packages, such as build.
 _ON_PATH = _ROOT / "clients" / "python"
 _PATH_FILE = "kvsidecar_on_path.pth"
 

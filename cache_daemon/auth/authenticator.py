@@ -65,7 +65,7 @@ class Authenticator:
 
 
 def certificate_names(context: Context) -> list[str]:
-    """Return common name, DNS and URI names of the verified client certificate, or nothing."""
+    """Return common name, DNS and URI names of the verified client certificate; empty without one."""
     found = context.auth_context()
     values = [value for key in ("x509_common_name", "peer_dns", "peer_uri") for value in found.get(key, ())]
     return list(dict.fromkeys(value.decode("utf-8", "replace") for value in values if value))
@@ -94,7 +94,7 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """Process, user and group of a Unix socket peer when it connected.
+    """Process, user and group of a Unix socket's peer at the time of its connection.
 
     A peer in a PID namespace that this process cannot see has pid 0.
     """

@@ -40,19 +40,21 @@ class InterceptorTimeouts:
     call_seconds: float = 60.0
     """Limit of a whole unary call."""
     stall_seconds: float = 60.0
-    """Limit for the client to send the next message of a stream, or to take one. Longer than three heartbeats."""
+    """Limit for the client to send the next message of a stream, or to accept one. It must exceed three heartbeats."""
     request_seconds: float = 10.0
     """Limit for the request message of a unary call to arrive, once the interceptor awaits it."""
     overload_seconds: float = 0.05
-    """The same limit while ``max_pending`` other requests of this caller are already arriving."""
+    """Replaces ``request_seconds`` while ``max_pending`` other requests of the same caller are still arriving."""
     max_pending: int = 16
-    """Maximal number of requests of one caller that may be arriving at once. Each may need a full message's memory."""
+    """Maximal number of requests of one caller that may be arriving at once. Each may occupy memory for a whole
+    message."""
 
 
 class _PendingRequests:
     """Requests of one caller that are still arriving.
 
-    gRPC allocates memory for a request only while the interceptor awaits it, so a limit on their number limits memory.
+    gRPC allocates memory for a request only while the interceptor awaits it, so a limit on the number of awaited
+    requests bounds the memory.
     """
 
     def __init__(self, timeouts: InterceptorTimeouts) -> None:

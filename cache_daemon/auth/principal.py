@@ -21,7 +21,7 @@ class Principal:
     tenants: frozenset[bytes] | None = field(default=frozenset(), repr=False)
     """Salts that the principal may use.
 
-    None: any salt that it can name, since knowing a salt is the permission to use it.
+    None means every salt that the principal can name: knowing a salt is the permission to use it.
     """
 
     def check_salt(self, salt: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class Priority(enum.IntEnum):
-    """Eviction priority: a chunk never displaces one of higher priority.
+    """Eviction priority: a chunk never displaces a chunk of higher priority.
 
     Chunks of lower priority are evicted first.
     """
@@ -24,8 +24,8 @@ class Priority(enum.IntEnum):
 class TenantLimits:
     """Limits of one tenant; None is unlimited.
 
-    A tenant with a quota in a tier has its own partition there: no other tenant evicts its chunks, and it never uses
-    more than the quota.
+    A tenant with a quota in a tier has its own partition in that tier: no other tenant evicts chunks of the partition,
+    and the partition never exceeds the quota.
     """
 
     arena_bytes: int | None = None

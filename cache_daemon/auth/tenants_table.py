@@ -51,13 +51,13 @@ class TenantsTable:
     def account_of(self, tenant_id: bytes) -> bytes:
         """Return the account to which a tenant's usage is charged.
 
-        Tenants of the file have their own id; all other tenants share ``b""``. Otherwise a caller that may choose any
-        salt would get a new quota with every salt.
+        The account of a tenant in the file is its tenant id. All other tenants share the account ``b""``: if each had
+        its own, a caller that may choose any salt would get a new quota with every salt.
         """
         return tenant_id if tenant_id in self._by_id else b""
 
     def name_of(self, account: bytes) -> str:
-        """Return the name of a tenant's table; empty for the account that other tenants share."""
+        """Return an account's name in the tenants file; empty for the shared account."""
         return self._names.get(account, "")
 
     @property
@@ -75,7 +75,7 @@ class TenantsTable:
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
         """Return the principal of a certificate with these names, or None.
 
-        Several known names give the union of their tenants.
+        If several names are known, the principal may use the tenants of all of them.
         """
         found = [self._by_certificate[name] for name in dict.fromkeys(names) if name in self._by_certificate]
         return _union(found) if found else None
@@ -90,9 +90,9 @@ def load(path: Path, tenant_id: TenantId) -> TenantsTable:
 
 
 class ReloadableTenantsTable:
-    """The tenants table as last read; call it to get the table.
+    """The tenants table as last read; calling the object returns the table.
 
-    ``reload`` handles SIGHUP.
+    The daemon calls ``reload`` at SIGHUP.
     """
 
     def __init__(self, path: Path | None, tenant_id: TenantId) -> None:
@@ -131,7 +131,7 @@ _MAX_LIMIT = 1 << 62
 
 
 class _TenantsFileParser:
-    """Validates the tables of one file."""
+    """Validates the TOML tables of one tenants file."""
 
     def __init__(self, file: str, tenant_id: TenantId) -> None:
         self._file, self._tenant_id = file, tenant_id

@@ -30,8 +30,8 @@ class TlsFiles:
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Return credentials that check the files at every handshake.
 
-    gRPC speaks TLS 1.2 and 1.3 only. If changed files are unusable, the log says so and the previous ones stay in use.
-    Raises ConfigurationError, with one sentence that names the file, when the files are unusable at the start.
+    gRPC speaks TLS 1.2 and 1.3 only. If changed files are unusable, the log says so and the previous certificates stay
+    in use. Raises ConfigurationError, with one sentence that names the file, when the files are unusable at the start.
     """
     reading = _Reading(files)
     return grpc.dynamic_ssl_server_credentials(

@@ -16,11 +16,11 @@ from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.tier_manager import TierManager
 
-# Memory of earlier prompts, and of lost chunks: of all tenants, and of one.
+# Memory limits of each of the two histories (prompts, lost chunks): for all tenants together, and for one tenant.
 MAX_HISTORY_BYTES, MAX_TENANT_BYTES = 16 << 20, 1 << 20
-# A shorter common beginning is chance: a template's opening, say.
+# Fewer common tokens prove nothing: many prompts begin with the same chat template.
 _MIN_SHARED_TOKENS = 8
-# Roots of other tenants or namespaces that a prompt is compared with; descriptors that are kept.
+# Limits: the number of other tenant roots that a prompt is compared with, and of stored namespace descriptors.
 _MAX_ROOTS, _MAX_DESCRIPTORS = 64, 256
 _KINDS = {
     LossCause.DELETED: (pb.MISS_KIND_DELETED, ""),
@@ -37,7 +37,10 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class PromptOwner:
-    """Namespace and tenant of a prompt: its root, and the tenant's id over all namespaces."""
+    """Namespace and tenant of a prompt.
+
+    ``root`` is the tenant root in that namespace; ``tenant_id`` is the same in all namespaces.
+    """
 
     root: bytes
     namespace: bytes
@@ -51,15 +54,15 @@ class PromptOwner:
 class MissExplainer:
     """Remembers fingerprints of prompts and lost chunks, in bounded memory, until the daemon ends.
 
-    A report names another tenant only if its caller asks for that, which the RPC allows to operators. Runs on the event
-    loop.
+    A report mentions another tenant only with ``across_tenants``, which the RPC layer sets for operators alone. Runs on
+    the event loop.
     """
 
     def __init__(self, tiers: TierManager, pending_tokens: Callable[[bytes, bytes], int]) -> None:
-        """``pending_tokens`` as in ``Reservations``."""
+        """Create the explainer; ``pending_tokens`` is ``Reservations.pending_tokens``."""
         self._tiers, self._pending_tokens, self._tags = tiers, pending_tokens, TokenTags()
         now = tiers.clock()
-        self.prompts: TagHistory[int] = TagHistory(MAX_HISTORY_BYTES, MAX_TENANT_BYTES, now)  # value: tokens in all
+        self.prompts: TagHistory[int] = TagHistory(MAX_HISTORY_BYTES, MAX_TENANT_BYTES, now)  # value: length in tokens
         self.losses: TagHistory[LossCause] = TagHistory(MAX_HISTORY_BYTES, MAX_TENANT_BYTES, now)
         self._owners: dict[bytes, PromptOwner] = {}  # of roots with prompts
         self._descriptors: dict[bytes, NamespaceDescriptor] = {}
@@ -85,8 +88,8 @@ class MissExplainer:
     ) -> pb.MissReason | None:
         """Report why a match ended before the prompt's last token, and remember the prompt.
 
-        ``matches`` are the last chunks of the prefix, which has ``matched_tokens`` in all. ``load_slower`` as in
-        ``FetchResult``. Returns None if the whole prompt matched.
+        ``matched_tokens`` is the length of the matched prefix, and ``matches`` are its last chunks.
+        ``load_slower`` is ``FetchResult.load_slower``. Returns None if the whole prompt matched.
         """
         tags = self._tags.tag(ids[: MAX_TAGGED_TOKENS * keys.TOKEN_BYTES])
         tokens, account = len(ids) // keys.TOKEN_BYTES, self._tiers.accounts.account_of(owner.tenant_id).id
@@ -152,7 +155,7 @@ class MissExplainer:
         matches: Sequence[MatchedChunk],
         matched: int,
     ) -> None:
-        """Refine a report by the index, and add how far the memory reaches back."""
+        """Refine a report with the index, and set how far back the histories reach."""
         if reason.kind in (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_NOT_STORED) and reason.position == matched:
             parent, start = _end_of(owner.root, matches, matched)
             children = self._tiers.index.children(parent)[:_MAX_ROOTS] if matched == start else []
@@ -166,7 +169,7 @@ class MissExplainer:
     def _others(self, owner: PromptOwner, across_tenants: bool) -> list[PromptOwner]:
         """Return other roots that the caller may know about.
 
-        Those of its own tenant come first; of each tenant, newer ones come first.
+        Roots of the caller's own tenant come first. Within a tenant, newer roots come first.
         """
         others = [o for o in reversed(self._owners.values()) if o.root != owner.root]
         own = [o for o in others if o.tenant_id == owner.tenant_id]
@@ -192,7 +195,7 @@ class MissExplainer:
 
 
 def _end_of(root: bytes, matches: Sequence[MatchedChunk], matched: int) -> tuple[bytes, int]:
-    """Return key and end of the last complete match; the root and 0 without one."""
+    """Return key and end position of the last completely matched chunk; without one, the root and 0."""
     if not matches:
         return root, 0
     chunk, tokens = matches[-1]

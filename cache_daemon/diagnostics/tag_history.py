@@ -12,13 +12,13 @@ from cache_daemon.diagnostics.token_tags import TAG_BYTES
 from cache_daemon.store.common_bytes import nearest
 
 T = TypeVar("T")
-# Memory of an entry besides its tags: objects and their places in three maps.
+# Estimated memory of an entry besides its tags: its objects, and its slots in three maps.
 _ENTRY_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedRun(Generic[T]):
-    """A run's time and value."""
+    """Time and value that were recorded with a run."""
 
     at: float
     value: T
@@ -33,8 +33,8 @@ class _TenantPart:
 class TagHistory(Generic[T]):
     """Token runs, grouped by the prefix that they continue; the oldest are dropped first.
 
-    ``max_bytes`` bounds the estimated size of all runs, ``max_tenant_bytes`` that of one tenant's. ``started_at`` is
-    the time when the recording began, on the clock of ``add``.
+    ``max_bytes`` bounds the estimated size of all runs, and ``max_tenant_bytes`` the size of one tenant's runs.
+    ``started_at`` is the time when the recording began, on the same clock as ``at`` in ``add``.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int, started_at: float) -> None:
@@ -42,7 +42,7 @@ class TagHistory(Generic[T]):
         self._groups: dict[bytes, SortedDict[bytes, TaggedRun[T]]] = {}
         self._tenants: dict[bytes, _TenantPart] = {}
         self._order: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()  # (group, tags) -> tenant
-        self._forgotten: dict[bytes, float] = {}  # tenants with entries: time of the newest one that was dropped
+        self._forgotten: dict[bytes, float] = {}  # tenant with runs -> time of its newest dropped run
         self._started_at = self._forgotten_at = started_at
         self.size_bytes = 0
 
@@ -53,7 +53,7 @@ class TagHistory(Generic[T]):
         return group in self._groups
 
     def add(self, tenant: bytes, group: bytes, tags: bytes, at: float, value: T) -> None:
-        """Record a run, in place of an equal one of the group."""
+        """Record a run; it replaces an equal run of the group."""
         key, size = (group, tags), len(tags) + _ENTRY_BYTES
         if key in self._order:
             self._remove(key)
@@ -72,7 +72,7 @@ class TagHistory(Generic[T]):
             self._drop(next(iter(self._order)))
 
     def nearest(self, group: bytes, tags: bytes) -> tuple[int, TaggedRun[T]] | None:
-        """Return the number of common leading tokens with the run that shares most, and that run."""
+        """Find the run with the longest common prefix; return the number of common tokens and the run."""
         runs = self._groups.get(group)
         if runs is None:
             return None
@@ -80,7 +80,7 @@ class TagHistory(Generic[T]):
         return found[1] // TAG_BYTES, found[0]
 
     def reaches_back_to(self, tenant: bytes) -> float:
-        """Return the time since which nothing of a tenant was dropped."""
+        """Return a time; all runs of the tenant that were recorded after it are still kept."""
         return self._forgotten.get(tenant, self._started_at if tenant in self._tenants else self._forgotten_at)
 
     def size_of(self, tenant: bytes) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 
 TAG_BYTES = 2
-# Tokens tagged at once: a whole chunk. Position keys repeat after so many.
+# Tokens tagged at once: a whole chunk. Position keys repeat after this number of positions.
 MAX_TAGGED_TOKENS = MAX_CHUNK_TOKENS
 _KEY_BITS = 32
 
@@ -16,8 +16,8 @@ _KEY_BITS = 32
 class TokenTags:
     """Keyed hash of tokens at their positions.
 
-    Equal tokens at equal positions have equal tags; of others, one in 65,536 has an equal tag by chance. Without the
-    key, which no other process has, tags reveal neither tokens nor repetitions.
+    Equal tokens at equal positions have equal tags. Two different tokens have equal tags with probability 1/65,536.
+    Without the key, which no other process has, tags reveal neither tokens nor repetitions.
     """
 
     def __init__(self) -> None:
@@ -33,4 +33,4 @@ class TokenTags:
         mixed ^= self._positions[first : first + len(mixed)]
         mixed ^= mixed >> np.uint32(15)
         mixed *= self._finish
-        return mixed.view("<u2")[1::2].tobytes()  # the upper half of each
+        return mixed.view("<u2")[1::2].tobytes()  # the upper half of each 32-bit value

@@ -11,8 +11,8 @@
 
 Integers are little-endian. Payloads are raw, even if the store compresses or encrypts them. An import checks lengths
 before it allocates memory for them, the hashes of tokens, and payload checksums. It also checks that every parent
-precedes its child, ends where the child begins and has the same layout, which all chunks of the root share, including
-those already in the store. Expired chunks are neither exported nor imported.
+precedes its child and ends where the child begins, and that all chunks of a root, including chunks already in the
+store, have the same layout. Expired chunks are neither exported nor imported.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def import_archive(
 ) -> ArchiveSummary:
     """Store an archive's chunks.
 
-    After an error the chunks that were stored before it stay, since each chunk is checked on its own. ``progress`` gets
+    Chunks that were stored before an error stay, since each chunk is checked separately. ``progress`` gets
     the bytes read and the file's length; ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no
-    archive, is corrupt or contains chunks that may not be stored; OSError, OutOfSpace, TierFailed.
+    archive, is corrupt or contains chunks that may not be stored. Also raises OSError, OutOfSpace and TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
@@ -306,7 +306,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
     """Create a private, locked file beside ``path``.
 
-    The lock, where the file system has locks, tells a live export from a leftover.
+    The lock tells a running export from a leftover, if the file system supports locks.
     """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
@@ -319,7 +319,7 @@ def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove files of dead exporters to ``path``: those without a lock. Inaccessible ones stay."""
+    """Remove unlocked temporary files beside ``path``, which dead exporters left. Inaccessible files stay."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError), left.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

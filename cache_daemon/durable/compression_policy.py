@@ -59,7 +59,7 @@ class CompressionPolicy:
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
     def compress(self, puts: Sequence[Put]) -> list[bytes | None]:
-        """Return the compressed payload of each put; None for those to store raw."""
+        """Return the compressed payload of each put, or None to store it raw."""
         if not puts or not self.active or (self._spare is not None and self._spare.count() < _SPARE_CORES):
             return [None] * len(puts)
         return list(self._pool.map(self._packed, puts))
@@ -90,7 +90,7 @@ class CompressionPolicy:
     def _measure(self, data: Path, entries: Collection[StoredEntry], puts: Sequence[Put]) -> Calibration | None:
         """Measure speeds and ratio; None when no payload of the sample is compressible.
 
-        Such a sample says nothing about other models.
+        Payloads of another model may still be compressible, so None leaves the policy uncalibrated.
         """
         raw = packed = 0
         parts: list[tuple[bytes, int]] = []
@@ -127,7 +127,7 @@ def _unpacked(small: bytes, target: bytearray) -> None:
 def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
     """Read payloads past the page cache; return bytes per second. Raises OSError.
 
-    It runs as many reads in parallel as the payload reader.
+    It runs the same number of parallel reads as the payload reader.
     """
     handle = os.open(data, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
@@ -150,7 +150,7 @@ def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
         os.close(handle)
 
 
-# Shorter intervals have too few kernel ticks; longer ones are out of date.
+# Shorter intervals have too few kernel ticks; longer intervals are out of date.
 _MIN_INTERVAL_SECONDS, _MAX_INTERVAL_SECONDS = 0.05, 1.0
 _STAT = Path("/proc/stat")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -167,13 +167,13 @@ class CpuSample:
 
 
 def cpu_sample() -> CpuSample:
-    """Sample /proc/stat. Raises OSError, IndexError or ValueError where the kernel lacks it."""
+    """Sample /proc/stat. Raises OSError, IndexError or ValueError if the kernel does not have that file."""
     fields = _STAT.read_text().split("\n", 1)[0].split()
     return CpuSample(time.monotonic(), (int(fields[_IDLE]) + int(fields[_WAITING])) / _TICKS, time.process_time())
 
 
 class IdleCoreCounter:
-    """Counts idle cores from the previous interval. For one thread."""
+    """Counts cores that were idle since an earlier sample. Not thread-safe."""
 
     def __init__(self, look: Callable[[], CpuSample] = cpu_sample, wait: Callable[[float], None] = time.sleep) -> None:
         self._look, self._wait = look, wait
@@ -183,8 +183,8 @@ class IdleCoreCounter:
     def count(self) -> float:
         """Return the number of cores that are idle or used by this process.
 
-        Returns the number of all cores where the kernel does not tell. Takes up to 50 ms after more than a second
-        without a call.
+        Returns the number of all cores where the kernel reports no idle times. Takes up to 50 ms after more than a
+        second without a call.
         """
         try:
             return self._count()

@@ -17,7 +17,7 @@ from cache_daemon.durable.page_walk import PageWalk
 DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _MIN_FILE_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 32 * PAGE_BYTES
-_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # enough for some removals one by one, which free more than they take
+_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # enough for a few single removals; each frees more than it needs
 PROBE_BYTES = 64 * PAGE_BYTES  # if the disk refuses this much in addition to a group, it counts as full
 _TREE_PAGES = 16  # tree pages of a group; more than its path to the root
 
@@ -25,7 +25,7 @@ _TREE_PAGES = 16  # tree pages of a group; more than its path to the root
 class DiskSpace:
     """Space limits of a data file.
 
-    ``max_bytes`` is the file's limit; ``reserve_bytes`` of it are for removals only.
+    ``max_bytes`` limits the file; the last ``reserve_bytes`` of it are for removals only.
     """
 
     def __init__(self, budget_bytes: int) -> None:

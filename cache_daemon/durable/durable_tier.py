@@ -1,6 +1,6 @@
 """Durable tier interface: values, errors, and the guarantees of every implementation.
 
-- A read never returns wrong bytes: a payload is OK only when its length and its XXH3-64 are those of the chunk.
+- A read never returns wrong bytes: a payload is OK only if its length and its XXH3-64 match the chunk's header.
 - The store is closed under parents after every ``apply``: it contains the whole prefix of every stored chunk.
 - ``apply`` is atomic, even if the process or the machine dies during it.
 """
@@ -70,7 +70,7 @@ class PutOutcome(Enum):
 class PutResult:
     """Outcome of a put, with its cost.
 
-    ``stored_bytes`` is the part of the budget that the chunk uses; 0 unless it was stored.
+    ``stored_bytes`` is the part of the budget that the chunk uses; 0 if it was not stored.
     """
 
     outcome: PutOutcome
@@ -87,7 +87,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadJob:
-    """A payload to read: ``target`` has its length, ``checksum`` is that of its header."""
+    """A payload to read into ``target``, which has its length; ``checksum`` is from the chunk's header."""
 
     prefix_hash: bytes
     target: memoryview
@@ -115,7 +115,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Entries that ``load`` dropped: corrupt ones, and those without their ancestors."""
+    """Entries that ``load`` dropped: corrupt entries, and entries with missing ancestors."""
 
     corrupt: int = 0
     orphaned: int = 0
@@ -123,17 +123,17 @@ class LoadReport:
 
 
 class DurableTier(Protocol):
-    """A store of chunks that outlives the process. The module states its guarantees.
+    """A store of chunks that outlives the process. The module's docstring states the guarantees.
 
-    Call ``load`` first, once. ``apply`` and ``compact`` may block for long and are called from one thread at a time;
-    ``read`` from any number of threads.
+    Call ``load`` first, once. ``apply`` and ``compact`` may block for long; one thread at a time may call them. Any
+    number of threads may call ``read``.
     """
 
     def load(self) -> Iterable[Loaded]:
         """Return all chunks with an intact header and all ancestors.
 
-        Parents come before children, otherwise the longest unused first. All other entries are removed from the store
-        and counted in ``load_report``.
+        Parents come before their children; apart from that, the chunk that was unused for longest comes first. ``load``
+        removes all other entries from the store and counts them in ``load_report``.
         """
         ...
 
@@ -199,5 +199,5 @@ class ArchivableTier(DurableTier, Protocol):
 
 
 def whole_pages(size_bytes: int) -> int:
-    """Return the disk bytes of a value on pages of its own, with a header of 16 bytes."""
+    """Return the disk bytes of a value that has its own pages, the first with a 16-byte header."""
     return -(-(16 + size_bytes) // PAGE_BYTES) * PAGE_BYTES

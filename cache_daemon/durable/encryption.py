@@ -41,8 +41,8 @@ class DecryptError(Exception):
 class Cipher(Protocol):
     """Protection of stored values.
 
-    ``place`` (database name and key) is authenticated with the value. ``max_overhead`` is the number of bytes that
-    encryption adds, or added in an earlier version, at most; 0 without encryption.
+    ``place`` (database name and key) is authenticated with the value. ``max_overhead`` is the maximal number of bytes
+    that encryption adds, in this or an earlier version; 0 without encryption.
     """
 
     max_overhead: int
@@ -58,7 +58,7 @@ class Cipher(Protocol):
         ...
 
     def new_key_check(self) -> bytes:
-        """Return a new record for the store that ``matches`` accepts with this key."""
+        """Return a new check record for the store; ``matches`` accepts it only with the same key."""
         ...
 
     def matches(self, check: bytes) -> bool: ...
@@ -86,7 +86,7 @@ class NullCipher:
 
 
 class XaesGcmCipher:
-    """Encrypts with XAES-256-GCM; decrypts that and AES-256-GCM.
+    """Encrypts with XAES-256-GCM; decrypts XAES-256-GCM and AES-256-GCM.
 
     Raises ConfigurationError for a key of another length, or without the package ``cryptography``.
     """
@@ -105,7 +105,7 @@ class XaesGcmCipher:
             raise ConfigurationError(
                 "an encrypted store needs the package 'cryptography'; pip install 'kvsidecar[encryption]'"
             ) from error
-        # Two algorithms never use one key.
+        # The two algorithms must not share a key.
         xaes_key = hmac.digest(key, b"kvsidecar store XAES-256-GCM", hashlib.sha256)
         self._key, self._xaes, self._aes, self._refused = key, XaesGcm(xaes_key), AESGCM(key), InvalidTag
 
@@ -156,8 +156,8 @@ def cipher_for(key: bytes | None) -> Cipher:
 def parse_key(text: bytes, source: str) -> bytes:
     """Parse 32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError.
 
-    32 printable characters are refused as a raw key: they are half of the digits, or a password with fewer than 256
-    random bits.
+    Refuses a raw key of 32 printable characters: it is either half of a hexadecimal key, or a password with fewer than
+    256 random bits.
     """
     if len(text) == KEY_BYTES and not all(byte in _PRINTABLE for byte in text):
         return text

@@ -99,8 +99,8 @@ class GroupCommitWriter:
     ) -> None:  # fmt: skip
         """Store a chunk and its last use, and remove the chunks that it replaces.
 
-        This is one transaction. The writer's thread calls ``payload`` and ``last_use``, and releases the view, whose
-        bytes must not change until ``done``. After CANCELLED, the chunks to be replaced are still stored.
+        This is one transaction. The writer's thread calls ``payload`` and ``last_use``, and releases the payload's
+        view. The payload must not change until ``done``. After CANCELLED, the chunks to be replaced are still stored.
         """
         item = _Put(header, payload, tuple(replaces), last_use, done)
         with self._wake:
@@ -109,7 +109,7 @@ class GroupCommitWriter:
             self._wake.notify()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove chunks; cancel those of them that are still queued."""
+        """Remove stored chunks, and cancel queued chunks of the same names."""
         with self._wake:
             for key in keys:
                 for item in self._puts.pop(key, ()):
@@ -119,7 +119,7 @@ class GroupCommitWriter:
             self._wake.notify()
 
     def flush(self, done: Done) -> None:
-        """Call ``done`` with STORED once all earlier removals and notes are on disk, or FAILED.
+        """Call ``done`` with STORED once all earlier removals and notes are on disk; with FAILED if a write fails.
 
         Takes no longer than the running transaction and the next one.
         """
@@ -131,7 +131,7 @@ class GroupCommitWriter:
                 self._loop.call_soon(done, _STORED)
 
     def note(self, name: bytes, value: bytes | None, done: Done | None = None) -> None:
-        """Store a small value; None removes it. ``done`` gets STORED, or FAILED if retried."""
+        """Store a small value; None removes it. ``done`` gets STORED, or FAILED if the writer must retry."""
         with self._wake:
             self._next.notes[name] = value
             if done is not None:
@@ -199,7 +199,7 @@ class GroupCommitWriter:
             self._deliver()
 
     def _take(self) -> list[_Put] | None:
-        """Take the next group's chunks, and add its removals and notes; None at the end."""
+        """Take the next group's chunks, and add its removals and notes; None when the thread must end."""
         with self._wake:
             while not self._has_work():
                 if self._stop_at is not None:
@@ -241,7 +241,7 @@ class GroupCommitWriter:
             was_stopping = self._stop_at is not None
             self._wake.wait(left)
             if self._stop_at is not None and not was_stopping:
-                return  # one immediate retry
+                return  # ``stop`` was called: retry at once
 
     def _forget(self, item: _Put) -> None:
         waiting = self._puts.get(item.header.prefix_hash, [])
@@ -318,10 +318,10 @@ class GroupCommitWriter:
         self._backoff_seconds = min(_MAX_BACKOFF_SECONDS, self._backoff_seconds * 2 or _MIN_BACKOFF_SECONDS)
 
     def _write_parts(self, ready: list[tuple[_Put, Put]], error: Exception) -> None:
-        """Write chunks that failed together in halves, to isolate a bad one.
+        """Write a failed group of chunks in halves, to isolate a bad chunk.
 
-        A failed tier gets one more try with the whole group, since it may have reopened its file. Stops at the first
-        chunk without space: the next chunk would be written out of order, and its owner must free space first.
+        If the tier failed, try the whole group once more first, since the tier may have reopened its file. Stops at the
+        first chunk without space: the next chunk would be written out of order, and its owner must free space first.
         """
         waiting = [ready] if isinstance(error, TierFailed) else _halves(ready)
         while waiting:

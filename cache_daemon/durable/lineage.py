@@ -18,7 +18,11 @@ class Lineage:
         self._geometries: dict[bytes, Geometry] = {}  # by root
 
     def check(self, header: ChunkHeader, position: int) -> None:
-        """Record the chunk at a position of the archive. Raises InvalidRequest unless it fits."""
+        """Check and record the chunk at a position of the archive.
+
+        Raises InvalidRequest unless the chunk begins a prompt or continues a recorded chunk of the same root, and has
+        the geometry of that root.
+        """
         root, end = self._ends.get(header.parent_prefix_hash, (header.root, 0))
         if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in self._ends:
             raise InvalidRequest(f"chunk {position} of the archive comes before its parent")
@@ -34,7 +38,7 @@ class Lineage:
         self._ends[header.prefix_hash] = root, end + len(header.token_ids)
 
     def _geometry_of(self, header: ChunkHeader) -> Geometry:
-        """Return the geometry of a root, which its namespace determines."""
+        """Return the geometry of the header's root: from the store if that has the root, else from this header."""
         root = header.root
         if root not in self._geometries:
             first = self._known.first_of(root)

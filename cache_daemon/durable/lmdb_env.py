@@ -21,7 +21,7 @@ from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_file import LmdbCorruption
 from cache_daemon.durable.record_format import DATABASES, FORMAT, META, checked
 
-# LMDB reports a short write as EIO; a full disk causes one, too.
+# LMDB reports a short write as EIO. A full disk causes short writes, too.
 _SHORT_WRITE = os.strerror(errno.EIO)
 _CORRUPTED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
 

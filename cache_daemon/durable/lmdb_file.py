@@ -2,8 +2,9 @@
 
 LMDB trusts its file: it follows a flipped page number to an invalid address, and a truncated file causes SIGBUS. So
 ``page_walk`` checks all pages before LMDB opens a store. The reader supports data format 1 (LMDB 0.9.x, 64 bit, little
-endian, pages of 4 KiB), which ``mdb.c`` describes: a page begins with 16 bytes for its number, flags and bounds, then
-has offsets of nodes; a large value occupies consecutive overflow pages after one such header.
+endian, pages of 4 KiB), which ``mdb.c`` describes: a page begins with a header of 16 bytes (number, flags and bounds),
+followed by the offsets of its nodes. A large value occupies consecutive overflow pages, of which only the first has
+such a header.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ class MetaPage:
 
     @property
     def needed_bytes(self) -> int:
-        """Length of the file that this transaction relies on."""
+        """Length that the file must have to contain all pages of this transaction."""
         return (self.last_page + 1) * PAGE_BYTES
 
 
 class Node(NamedTuple):
     """One key of a leaf.
 
-    A value within the page is in ``value``; a large one starts at ``offset`` of the file.
+    ``value`` holds a value within the page; a large value is on overflow pages and starts at ``offset`` of the file.
     """
 
     key: bytes
@@ -99,7 +100,7 @@ class PageFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Open the file. Raises OSError."""
         self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.handle)
 
@@ -171,7 +172,7 @@ def overflow_pages(file: PageFile, number: int) -> int:
 
 
 def check_overflow(file: PageFile, node: Node) -> None:
-    """Check the page header of a large value: LMDB trusts it when it removes the value.
+    """Check the page header of a large value, which LMDB trusts when it removes the value.
 
     Raises LmdbCorruption, OSError.
     """
@@ -211,8 +212,8 @@ def leaf_nodes(page: bytes, number: int) -> list[Node]:
 def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
     """Return the readable entries of a corrupt leaf page, which the caller must check.
 
-    The page's number or its kind must be right. If the end of the node list is lost, the list is read as long as its
-    offsets lead to nodes in use; removed nodes lie at lower offsets than these.
+    The page's number or its kind must be right. If the page does not say where its node list ends, the list is read as
+    long as its offsets lead to nodes in use. Removed nodes lie at lower offsets than nodes in use.
     """
     named, _, flags, lower, upper = _HEADER.unpack_from(page)
     if named != number and flags & ~_DIRTY != LEAF:

@@ -4,8 +4,8 @@ LMDB writes; reads bypass it. Before LMDB opens a file, the tier checks it and r
 ``payload_reader.StoredEntry`` per chunk: offset, length, checksum and parent. Headers are read once, at ``load``.
 
 The caller enforces the budget: the sum of ``stored_bytes`` must stay below it. The file stays within one and a half
-times the budget (at least 1 MiB): random insertions and removals leave it a quarter larger than its live data, and the
-rest is reserved for removals, which must be possible when the disk is full.
+times the budget (at least 1 MiB): random insertions and removals make the file a quarter larger than its live data, and
+another quarter is reserved for removals, which must be possible when the disk is full.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LmdbTier:
     def _open_or_rewrite(self) -> TierContents:
         try:
             return self._open_checked()
-        except LmdbCorruption:  # LMDB found corruption that the scan did not
+        except LmdbCorruption:  # LMDB found corruption that the scan did not find
             self._rewrite = True
             return self._open_checked()
 
@@ -163,7 +163,7 @@ class LmdbTier:
         ]
 
     def header(self, prefix_hash: bytes) -> ChunkHeader | None:
-        """Read a stored chunk's header from disk; None when missing or corrupt. Raises OSError."""
+        """Read a stored chunk's header from disk; None when the chunk is missing or corrupt. Raises OSError."""
         with self._writing:
             try:
                 finder = KeyLookup(self._file, self._meta)
@@ -265,7 +265,8 @@ class LmdbTier:
     def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
         """Apply a group with the part of the map that is reserved for removals.
 
-        Chunks get the pages that the last transaction freed: LMDB reuses pages only after one more transaction.
+        Before a group with chunks it commits an empty transaction within the reserve: only then does LMDB reuse the
+        pages that the last transaction freed.
         """
         before = self._env.map_bytes
         self._env.resize(before + self._disk_space.reserve_bytes)

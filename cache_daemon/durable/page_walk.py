@@ -1,7 +1,7 @@
 """Page walk: verifies all trees of a data file.
 
 It checks that every reachable page is visited once, that no page is both used and free, that keys ascend and are in the
-range of their branch pages, and that counts equal those of the database records.
+range of their branch pages, and that counts equal the counts in the database records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PageWalk:
     """One walk over all trees of one transaction.
 
     With ``lenient`` a corrupt page is noted in ``problems`` and skipped; otherwise LmdbCorruption is raised. ``used``
-    has a byte per page: 1 for visited ones.
+    has a byte per page: 1 for visited pages.
     """
 
     def __init__(self, file: PageFile, meta: MetaPage, lenient: bool = False) -> None:
@@ -88,7 +88,7 @@ class PageWalk:
     ) -> Iterator[list[Node]]:
         """Yield the leaves below a page.
 
-        Their keys lie between those of its branch page. Integer keys are not compared.
+        Reports a leaf whose keys are not from ``least`` to below ``above``. Integer keys are not compared.
         """
         children: list[tuple[bytes, int]] = []
         try:
@@ -147,7 +147,7 @@ class PageWalk:
         return count
 
     def free_pages(self) -> bytearray:
-        """Return a byte per page: 1 for free ones.
+        """Return a byte per page: 1 for free pages.
 
         Raises LmdbCorruption when a page is free twice, or outside the file.
         """

@@ -1,13 +1,13 @@
-"""Lossless payload codec: compresses byte planes that are not noise with zstd.
+"""Lossless payload codec: compresses with zstd the byte planes that are not noise.
 
 In a trained model's keys and values, sign and mantissa are noise and exponents have about three bits of entropy. So the
 codec splits the bytes of all elements into planes (little-endian: the last plane holds the exponents), and compresses a
-plane if that saves at least a twentieth of it. Matches shorter than seven bytes are chance in such data: without them
-zstd is faster and its output smaller. Blocks of 256 KiB keep the planes in the processor's cache.
+plane if that saves at least a twentieth of it. In such data, zstd's matches of fewer than seven bytes are coincidences:
+without them zstd is faster and its output smaller. Blocks of 256 KiB keep the planes in the processor's cache.
 
-Format: ``uint8 element bytes, 7 zero bytes``, then per block ``uint32 length`` of each plane (little-endian; a plane as
-long as the block's elements is stored raw) and the planes. The last block may be shorter; bytes after its last whole
-element follow raw. All heavy parts run without the GIL.
+Format: ``uint8 element bytes, 7 zero bytes``, then per block ``uint32 length`` of each plane (little-endian) and the
+planes. A plane with as many bytes as the block has elements is stored raw. The last block may be shorter. Bytes after
+the last whole element of the payload follow raw. All heavy parts run without the GIL.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def compressible_planes(payload: memoryview, element: int) -> frozenset[int]:
 
 
 def decompress(packed: memoryview, target: memoryview) -> None:
-    """Fill ``target`` with the raw payload. Raises ValueError for a corrupt one or another length."""
+    """Fill ``target`` with the raw payload. Raises ValueError when ``packed`` is corrupt or has another raw length."""
     source, out = np.frombuffer(packed, np.uint8), np.frombuffer(target, np.uint8)
     element = int(source[0]) if len(source) >= _HEADER_BYTES else 0
     if element not in (1, 2, 4):

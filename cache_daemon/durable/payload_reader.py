@@ -3,9 +3,9 @@
 It uses ``pread`` instead of LMDB's map: a page fault reads one page at a time (51 MB/s), or too much with readahead,
 and a truncated file would raise SIGBUS instead of a short read.
 
-It opens no read transaction and keeps only the chunk's entry. LMDB reuses the pages of an entry only after the entry
-was removed. So if the checksum rejects the bytes, either the file is corrupt or the entry was removed meanwhile; a
-second lookup of the entry tells which.
+The reader opens no read transaction. LMDB reuses the pages of an entry only after the entry was removed. So if the
+checksum rejects the bytes, either the file is corrupt or the entry was removed meanwhile. The reader then looks the
+entry up again to find out which.
 """
 
 from __future__ import annotations

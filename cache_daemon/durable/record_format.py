@@ -36,12 +36,12 @@ _PREFIX = struct.Struct("<BBHIQQQ")
 _VERSION = 2
 _CHECKSUM_BYTES = 8
 _LARGEST_NODE_BYTES = 2038
-# Leaf nodes of a payload's location and of its last use: 130 bytes, in leaves that are two thirds full.
+# Disk bytes of a chunk's two index nodes (payload location, last use): 130 bytes in leaves that are two thirds full.
 _INDEX_BYTES = 195
 
 
 class CorruptRecord(Exception):
-    """A record whose bytes differ from the written ones."""
+    """A record whose bytes differ from the written bytes."""
 
 
 class Record(NamedTuple):
@@ -147,7 +147,7 @@ def decode_tick(key: bytes, stored: bytes) -> int:
 
 
 def hashes_match(header: ChunkHeader) -> bool:
-    """Return True when the header's hashes are those of its tokens."""
+    """Return True when the header's hashes match its tokens."""
     tokens = header.token_ids[:]
     return (
         keys.prefix_hash(header.parent_prefix_hash, tokens) == header.prefix_hash
@@ -156,12 +156,12 @@ def hashes_match(header: ChunkHeader) -> bool:
 
 
 def is_valid_duration(seconds: float) -> bool:
-    """Return True for a possible prefill time: a finite number from 0."""
+    """Return True for a possible prefill time: a finite number, at least 0."""
     return 0 <= seconds < math.inf
 
 
 def layout_payload_bytes(header: ChunkHeader) -> int:
-    """Return the payload size of a header's layout. Raises ValueError for an impossible one."""
+    """Return the payload size of a header's layout. Raises ValueError for an impossible layout."""
     try:
         return layout_of(header).size_bytes
     except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
@@ -179,7 +179,7 @@ def encode_expiry(until: float) -> bytes:
 
 
 def decode_expiry(note: bytes) -> float | None:
-    """Return the expiry of a note in Unix seconds; None when it is invalid."""
+    """Return the expiry of a note in Unix seconds; None for an invalid note."""
     if len(note) != _EXPIRY.size:
         return None
     milliseconds = _EXPIRY.unpack(note)[0]
@@ -200,7 +200,8 @@ def merge_expiries(
 ) -> dict[bytes, bytes | None]:
     """Return the notes that change when chunks with these expiries are added.
 
-    Expiries are Unix milliseconds, 0 is never. The longest wins; a chunk in ``stored`` without a note never expires.
+    Expiries are Unix milliseconds; 0 means never. The latest expiry wins. A chunk in ``stored`` without a note never
+    expires.
     """
     known, out = expiries_of(notes), dict[bytes, bytes | None]()
     for key, end in asked:

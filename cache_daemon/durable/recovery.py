@@ -1,8 +1,8 @@
 """Recovery: opens a store's data file, and rebuilds it when it is corrupt.
 
-Repair and compaction copy the intact records into a new file. When that file is complete and on disk, one rename gives
-it the old one's name; a crash at any point loses nothing. Only ``pread`` reads the old file, so corruption in it cannot
-end the process. LMDB opens a file only afterwards.
+Repair and compaction copy the intact records into a new file. When the new file is complete and on disk, one rename
+gives it the name of the old file. A crash at any point loses no data. Only ``pread`` reads the old file, so corruption
+in it cannot end the process. LMDB opens a data file only after it was scanned or rebuilt.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def open_data(
 ) -> StoreScan:
     """Return the scan of an intact data file, after repair if necessary.
 
-    ``rewrite`` rebuilds it even if its pages look intact. ``replace_other_formats`` keeps a store of another format
-    aside and creates an empty one. Raises StoreUnavailable, OSError.
+    ``rewrite`` rebuilds it even if its pages look intact. ``replace_other_formats`` renames a store of another format
+    and creates an empty store. Raises StoreUnavailable, OSError.
     """
     if not folder.has_data:
         create(folder, cipher)
@@ -141,7 +141,7 @@ def _opens_any(scan: StoreScan, cipher: Cipher) -> bool:
 
 
 def _looks_like_ours(file: PageFile) -> bool:
-    """Return True for a file with a page of LMDB or of this program, or of zeros only."""
+    """Return True for a file with LMDB's magic number, a record of this program, or only zeros."""
     head = file.read(0, min(2 * PAGE_BYTES, file.size_bytes))
     if LMDB_MAGIC in head:
         return True
@@ -200,7 +200,7 @@ def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dic
 
 
 def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: bool) -> RebuildReport:
-    """Replace the data file by a new one with the intact records.
+    """Replace the data file by a new file with the intact records.
 
     Raises OutOfSpace, TierFailed, OSError.
     """

@@ -42,8 +42,9 @@ class ScrubReport:
 def scrub(folder: Path, repair: bool, key: bytes | None = None, progress: Progress | None = None) -> ScrubReport:
     """Verify a store; with ``repair``, remove corrupt records and set a corrupt file aside.
 
-    ``progress`` gets chunks done and in all. Raises StoreUnavailable when the store is in use, of another version,
-    encrypted with another key, or cannot be read or rewritten; ConfigurationError for an impossible key.
+    ``progress`` gets the number of verified chunks and the total. Raises StoreUnavailable when the store is in use, of
+    another version, encrypted with another key, or cannot be read or rewritten. Raises ConfigurationError for an
+    impossible key.
     """
     cipher = cipher_for(key)
     held = StoreDir(folder, create=False)

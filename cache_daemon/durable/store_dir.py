@@ -53,7 +53,7 @@ class StoreDir:
     def keep_damaged(self) -> Path:
         """Give the data file a second name, replacing an earlier damaged one.
 
-        Copies it where the file system has no hard links. Raises OSError.
+        Copies the file if the file system has no hard links. Raises OSError.
         """
         earlier, kept = self._damaged()
         try:
@@ -76,7 +76,7 @@ class StoreDir:
         return kept
 
     def set_aside_format(self, name: str) -> Path:
-        """Rename the data file of another format, replacing an earlier one of it. Raises OSError."""
+        """Rename the data file of another format, replacing an earlier file of that format. Raises OSError."""
         kept = self.path / f"{_FORMAT}{name}"
         os.rename(self.data, kept)
         self._sync()

@@ -1,10 +1,10 @@
 """Store scan: finds all records of a data file by walking its pages.
 
 The strict scan runs before LMDB may open the file. It raises LmdbCorruption at the first page that LMDB cannot have
-written. The lenient scan saves the rest: it skips corrupt pages, uses an older transaction when the newest is
-unreadable, and finds leaves and payloads that no page refers to any more. By the list of free pages it
-distinguishes these from deleted ones. If that list is corrupt too, the scan leaves out all pages that nothing refers
-to, so that no deleted record returns.
+written. The lenient scan collects everything that is still readable. It skips corrupt pages, and uses an older
+transaction when the newest is unreadable. It also finds leaves and payloads that no page refers to any more, unless the
+list of free pages says that they were deleted. If that list is corrupt too, the scan leaves out all pages that no page
+refers to, so that no deleted record returns.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class UnsupportedVersion(Exception):
 class StoreScan:
     """Everything that a scan found.
 
-    ``places`` are offset and length of stored payloads; ``commit_matches`` says that the meta page belongs to the last
-    transaction.
+    ``places`` has the offset and length of each stored payload; ``commit_matches`` says that the meta page belongs to
+    the last transaction.
     """
 
     file: PageFile
@@ -186,7 +186,7 @@ class StoreScanner:
     def _take_meta(self, node: Node) -> None:
         """Record an entry of ``meta``.
 
-        A format record that fails its checksum is corrupt, unless it is format 1's plain digit.
+        A format record with a wrong checksum is corrupt, unless it is the plain digit of format 1.
         """
         stored = self.value(node)
         try:
@@ -217,8 +217,8 @@ class LostPageSearch:
     """Search of unreachable pages, after a lenient walk.
 
     Finds leaves and payloads below a corrupt page. Checksums identify a leaf's records; a header's record identifies
-    its payload by length and checksum. The search leaves out freed pages, so that no deleted record returns; where the
-    list of free pages is corrupt, it searches nothing.
+    its payload by length and checksum. The search leaves out free pages, so that no deleted record returns. If the list
+    of free pages is corrupt, it searches nothing.
     """
 
     def __init__(self, scan: StoreScan, scanner: StoreScanner) -> None:
@@ -245,7 +245,7 @@ class LostPageSearch:
         self._match(values)
 
     def _search(self, number: int, values: list[int]) -> int:
-        """Search one page; return how many pages belong together. Raises LmdbCorruption, OSError."""
+        """Search one page; return the length of its leaf or value in pages. Raises LmdbCorruption, OSError."""
         pages = overflow_pages(self._file, number)
         if pages:
             values.append(number)

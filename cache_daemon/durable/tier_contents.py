@@ -33,7 +33,7 @@ class TierContents:
 
 
 def read_contents(scan: StoreScan, cipher: Cipher) -> TierContents:
-    """Decode every header and note. Payloads are not read; their places are checked."""
+    """Decode every header and note; check the offset and length of every payload without reading it."""
     headers: dict[bytes, ChunkHeader] = {}
     corrupt = set(scan.broken_headers)
     for key, record in scan.records.items():
@@ -98,7 +98,7 @@ def _entry(scan: StoreScan, key: bytes, header: ChunkHeader) -> StoredEntry:
 
 
 def load_order(contents: TierContents) -> Iterator[tuple[bytes, ChunkHeader]]:
-    """Yield chunks with headers: parents first, then by longest unused."""
+    """Yield chunks with headers: parents first; apart from that, the chunk unused for longest first."""
     children: dict[bytes, list[bytes]] = {}
     for key, header in contents.headers.items():
         if header.parent_prefix_hash != header.root:

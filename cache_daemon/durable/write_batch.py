@@ -1,4 +1,4 @@
-"""Write batch: the net changes of a write group; every chunk keeps its prefix."""
+"""Write batch: the net changes of a write group, without orphaned chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EncodedChunk:
         return self.put.header.parent_prefix_hash
 
     def value(self) -> bytes | memoryview:
-        """Return the stored payload, padded so that it gets pages of its own."""
+        """Return the stored payload, padded so that it gets its own pages."""
         if len(self.stored) >= MINIMUM_VALUE_BYTES:
             return self.stored
         return bytes(self.stored).ljust(MINIMUM_VALUE_BYTES, b"\0")
@@ -73,7 +73,7 @@ class ChildIndex:
 
 
 class WriteBatch:
-    """Net changes of a group to the stored entries; nothing is written here."""
+    """Net changes of a group to the stored entries; ``apply_batch`` writes them."""
 
     def __init__(self, entries: Mapping[bytes, StoredEntry], children: ChildIndex) -> None:
         self._entries, self._children = entries, children
@@ -81,7 +81,7 @@ class WriteBatch:
         self.stored: dict[bytes, EncodedChunk] = {}
 
     def has(self, key: bytes) -> bool:
-        """Return True when a chunk will be stored, after the changes so far."""
+        """Return True when a chunk is stored after the changes so far."""
         return key in self.stored or (key in self._entries and key not in self.removed)
 
     def remove(self, key: bytes) -> None:
@@ -89,7 +89,7 @@ class WriteBatch:
         self.removed[key] = None
 
     def put(self, packed: EncodedChunk) -> None:
-        """Store a chunk and remove the chunks that it replaces, unless its parent is missing."""
+        """If a chunk's parent is stored, store the chunk and remove the chunks that it replaces."""
         if packed.parent != packed.put.header.root and not self.has(packed.parent):
             return
         for key in packed.put.replaces:

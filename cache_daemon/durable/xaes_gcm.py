@@ -30,13 +30,13 @@ class XaesGcm:
     def encrypt_into(
         self, nonce: bytes | memoryview, plain: bytes | memoryview, aad: bytes, target: memoryview
     ) -> None:
-        """Fill ``target``, ``TAG_BYTES`` longer than ``plain``. Raises ValueError."""
+        """Encrypt ``plain`` into ``target``, which is ``TAG_BYTES`` longer. Raises ValueError."""
         self._message_cipher(nonce).encrypt_into(nonce[_HALF_BYTES:], plain, aad, target)
 
     def decrypt_into(
         self, nonce: bytes | memoryview, encrypted: bytes | memoryview, aad: bytes, target: memoryview
     ) -> None:
-        """Fill ``target``, ``TAG_BYTES`` shorter than ``encrypted``. Raises InvalidTag, ValueError."""
+        """Decrypt into ``target``, which is ``TAG_BYTES`` shorter than ``encrypted``. Raises InvalidTag, ValueError."""
         self._message_cipher(nonce).decrypt_into(nonce[_HALF_BYTES:], encrypted, aad, target)
 
     def _message_cipher(self, nonce: bytes | memoryview) -> AESGCM:

@@ -1,8 +1,8 @@
 """Eviction policies: an interface, the default ``gittins``, and the baseline ``lru``.
 
-A policy chooses the chunk that a full tier evicts next, and whether the tier admits a new one. Imports nothing of the
-daemon. docs/eviction.md describes how a tier calls its policy, and why ``gittins`` is the default. The policies that
-both were compared with are in ``benchmarks/eviction_policies.py``.
+A policy chooses the chunk that a full tier evicts next, and decides whether the tier admits a new chunk. Imports
+nothing of the daemon. docs/eviction.md describes how a tier calls its policy, and why ``gittins`` is the default. The
+policies that both were compared with are in ``benchmarks/eviction_policies.py``.
 """
 
 from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Entry(Hashable, Protocol):
-    """A chunk as a policy sees it. Compared by identity: a chunk and its successor differ."""
+    """A chunk as a policy sees it. Compared by identity: a chunk that is stored again is another entry."""
 
     @property
     def key(self) -> bytes:
@@ -34,7 +34,7 @@ class Entry(Hashable, Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Orders the entries of one tier by their worth.
+    """Orders the entries of one tier for eviction.
 
     Not thread-safe. Deterministic: it has no clock and no random numbers. Every call except ``victims`` costs amortized
     O(log n) in the number of entries. Invalid calls (inserting twice, touching a missing entry) raise KeyError.
@@ -43,13 +43,13 @@ class EvictionPolicy(Protocol):
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         """Return True when a new entry is worth more than its victims.
 
-        Call it for a full tier only, before ``insert``. An entry with a missing parent is refused; call it
-        nevertheless, since the policy remembers that it saw the entry.
+        Call ``admit`` for a full tier only, before ``insert``. It refuses an entry with a missing parent; call it for
+        such an entry all the same, since the policy remembers that it saw the entry.
         """
         ...
 
     def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
-        """Add an entry; parents come before their children.
+        """Add an entry; add parents before their children.
 
         ``parent`` is the chunk that the entry continues, None at the start of a prompt; ``insert`` leaves the parent
         evictable. ``uses`` is the number of earlier uses, where known.
@@ -57,13 +57,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch(self, entry: Entry) -> None:
-        """Record a use of the entry, also of an unevictable one."""
+        """Record a use of an entry, evictable or not."""
         ...
 
     def make_unevictable(self, entry: Entry) -> None:
-        """Exclude an entry with children, or a pinned one, from ``victims``.
+        """Exclude an entry with children, or a pinned entry, from ``victims``.
 
-        Call it only once until ``make_evictable``.
+        Raises KeyError if the entry is unevictable already.
         """
         ...
 
@@ -78,11 +78,11 @@ class EvictionPolicy(Protocol):
     def victims(self) -> Iterator[Entry]:
         """Yield all evictable entries, each once, worst first.
 
-        The caller must not change the policy meanwhile. The first entries cost O(log n) each, even if many are
+        The caller must not change the policy while it iterates. The first entries cost O(log n) each, even if many are
         unevictable.
         """
         ...
 
     def __len__(self) -> int:
-        """Return the number of entries, unevictable ones included."""
+        """Return the number of entries, including unevictable entries."""
         ...

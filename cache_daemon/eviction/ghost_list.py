@@ -15,18 +15,18 @@ MAX_NOTE = _NOTES
 class GhostList:
     """Evicted keys with the tick of their last use and a note.
 
-    Ticks are from 1 to below 2^38, notes up to ``MAX_NOTE``. Four keys share a bucket, which drops the oldest first.
-    One lookup in 16,000 finds the entry of another key; the statistics tolerate that.
+    Ticks are from 1 to below 2^38, notes up to ``MAX_NOTE``. A bucket holds four keys; a full bucket drops its oldest
+    key. One lookup in 16,000 finds the entry of another key; the statistics tolerate that.
     """
 
     def __init__(self, entries: int) -> None:
-        """Create a list for ``entries`` and up to twice as many."""
+        """Create a list with between ``entries`` and twice ``entries`` slots."""
         self.entries = entries
         self._buckets = 1 << max(0, (entries - 1).bit_length() - 2)
         self._slots = array("Q", bytes(8 * _WAYS * self._buckets))
 
     def put(self, key: bytes, tick: int, note: int) -> tuple[int, int] | None:
-        """Add a key, a second time if it is present. Returns ``(tick, note)`` of the dropped one."""
+        """Add a key, even if it is present. Returns ``(tick, note)`` of a key dropped for it, or None."""
         start, tag = self._place(key)
         bucket = self._slots[start : start + _WAYS]
         at = bucket.index(min(bucket))

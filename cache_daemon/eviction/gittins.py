@@ -18,12 +18,12 @@ from cache_daemon.eviction.ghost_list import GhostList
 from cache_daemon.eviction.prefill_cost import PrefillCost
 from cache_daemon.eviction.reuse_stats import AGES, ReuseStats
 
-# History length: the policy observes an entry after its last use, in the tier or as a ghost, for at least this many
-# times the tier's number of entries, in ticks, unless the ghost list overflows (8 bytes per ghost).
+# After its last use, an entry is observed in the tier or as a ghost. The observation lasts at least this factor times
+# the tier's number of entries, in ticks, unless the ghost list (8 bytes per ghost) overflows.
 _HISTORY_FACTOR = 8
 _MAX_GHOSTS = 1 << 20
 _SLICES_PER_FIT = 8
-# Limits the number of slices per use, also in a small tier.
+# Lower bound of the slice length, which otherwise would be a few ticks in a small tier.
 _MIN_SLICE_TICKS = 64
 # Counts above these are treated as equal to them.
 _MAX_SEGMENTS, _MAX_USES = 4, 63
@@ -38,8 +38,8 @@ _Rank = tuple[float, int, int, int]
 class _History:
     """Reuse history of an entry: the features that determine its kind.
 
-    ``reused_segments`` counts the segments of the prompt before the entry that other requests used; ``inner`` says that
-    a chunk continues the entry; ``kind`` encodes the three features in one number.
+    ``reused_segments`` counts the chunks before the entry in its prompt that were reused. ``inner`` says that a chunk
+    continues the entry. ``kind`` encodes these two and ``uses`` in one number.
     """
 
     reused_segments: int
@@ -106,7 +106,7 @@ class Gittins:
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
         self._prefill_cost = PrefillCost()
-        self._max_cost_bucket: list[float] = [math.inf, math.inf]  # of unused entries, and of used ones
+        self._max_cost_bucket: list[float] = [math.inf, math.inf]  # [entries without a use, used entries]
         self._tick = 0
         self._slice, self._slice_ticks = 0, _MIN_SLICE_TICKS
         self._reuse = _reuse_times()
@@ -114,8 +114,8 @@ class Gittins:
         self._groups: dict[tuple[int, int, int], _Group] = {}
         self._ranked: SortedDict[_Rank, _Group] | None = None  # computed when a victim is needed
         self._ghosts = GhostList(_MIN_SLICE_TICKS * AGES)  # same size as after _double_slice
-        # The entry inserted or refused last, and whether ``inner`` is only presumed: its child may be the next
-        # insertion.
+        # The entry that was inserted or refused last. ``_presumed_inner``: its ``inner`` is an assumption, since its
+        # child may be the next insertion.
         self._newest: tuple[Entry, _Held] | None = None
         self._presumed_inner = False
 
@@ -297,7 +297,7 @@ class Gittins:
         return self._slice - slice_ >= AGES - 1
 
     def _ranked_groups(self) -> SortedDict[_Rank, _Group]:
-        """Return the groups by rank. A tier with free space never calls it, so it never pays the cost."""
+        """Return the groups by rank, which are sorted on demand: a tier with free space never needs the order."""
         if self._ranked is None:
             if self._prefill_cost.median:  # bounds a writer's claim by the claims of others
                 self._max_cost_bucket = [

@@ -8,10 +8,10 @@ from statistics import median_low
 
 from cache_daemon.eviction.eviction_policy import Entry
 
-# Upper bound of a credible claim: no model takes longer for a token.
+# Upper bound of a credible prefill time per token: no model takes longer.
 MAX_TOKEN_SECONDS = 10.0
-# Upper bounds of a claim, as multiples of the median of the latest entries. The bound for unused entries is lower, or
-# an entry with a high claim would never be evicted.
+# Upper bounds of an entry's cost, as multiples of the median of the latest entries. The bound for unused entries is
+# lower; otherwise an entry with too high a prefill time would never be evicted.
 _MAX_RATIO_UNUSED, _MAX_RATIO_USED = 1.0, 8.0
 _WINDOW = 256
 _MEDIAN_EVERY = 32
@@ -21,8 +21,8 @@ class PrefillCost:
     """Seconds of prefill per byte of an entry.
 
     An unknown time is estimated from the number of tokens and the mean of the entries seen; while all times are
-    unknown, a token counts as one second. The latest entries bound an entry's claim, so that claims made before the
-    store knew better do not occupy a tier for ever.
+    unknown, a token counts as one second. ``clamp`` bounds an entry's cost by the costs of the latest entries. Without
+    this, an early entry with too high a prefill time would stay in the tier for ever.
     """
 
     def __init__(self) -> None:

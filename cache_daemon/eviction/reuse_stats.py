@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 AGES = 64
 _HALF_LIFE = 2 * AGES  # slices after which an observation counts half
-_PRIOR_USES = 16.0  # weight of the pool's rate against a kind's own
+_PRIOR_USES = 16.0  # weight of the pool's rate in a kind's rate
 
 _Floats = NDArray[np.float64]
 
@@ -18,7 +18,7 @@ class ReuseStats:
     """Observes entries from use to use.
 
     Ages are counted in slices of time; the last age is open-ended. The rate of uses at an age is ``uses / time at
-    risk``, as in a life table, so that censored entries (young ones, and dropped ones) count for as long as they were
+    risk``, as in a life table. So censored entries (young entries and dropped entries) count for as long as they were
     observed. Old observations decay. A kind with few observations is assumed to resemble the kinds in its pool.
     """
 
@@ -30,7 +30,7 @@ class ReuseStats:
         shape = prior.shape
         self._pools = [np.eye(max(level) + 1)[:, list(level)] for level in pooled]  # [pools, kinds]
         self._prior = prior
-        self.waiting = np.zeros(shape)  # entries by age of their last use, now
+        self.waiting = np.zeros(shape)  # entries now, by kind and age of their last use
         self._recent = np.zeros(shape)  # uses in this slice of time
         # Views of the same memory: faster for single elements.
         self._one_waiting, self._one_recent = memoryview(self.waiting), memoryview(self._recent)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class ReuseStats:
         """Return the Gittins index ``[kinds, AGES]``.
 
         For each age it is the maximal rate of uses per slice in the tier, over all policies that keep the entry from
-        this age and evict it at one later age.
+        this age on and evict it at a fixed later age.
         """
         rates = self._rates()
         chance = np.minimum(1.0, rates / (1 + rates / 2))  # probability of a use at this age

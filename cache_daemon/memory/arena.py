@@ -45,11 +45,11 @@ class Arena(Protocol):
     def free(self, slot: Slot) -> None: ...
 
     def read(self, slot: Slot) -> memoryview:
-        """Return the slot's bytes: the memory itself where the daemon can address it, else a copy."""
+        """Return the slot's bytes: the memory itself if the daemon can address it, otherwise a copy."""
         ...
 
     def writable_view(self, slot: Slot) -> memoryview | None:
-        """Return the slot's memory for writing, or None where the daemon cannot address it."""
+        """Return the slot's memory for writing; None if the daemon cannot address it."""
         ...
 
     def write(self, slot: Slot, data: memoryview) -> None:
@@ -142,7 +142,7 @@ class HostArena(MemoryArena):
         self._shared.close()
 
     def _populate_ahead(self, used: int) -> None:
-        """Create pages beyond ``used``: the allocator grants low offsets first."""
+        """Create pages beyond offset ``used``: the allocator grants low offsets first."""
         if self._populated >= self.size_bytes or used + _POPULATE_AHEAD_BYTES // 2 < self._populated:
             return
         if self._populating is not None and self._populating.is_alive():

@@ -1,8 +1,9 @@
 """Device memory that the daemon allocates and workers import.
 
-The daemon exports it as a file descriptor where the device supports that: the driver frees such memory with the last
-process that holds the descriptor. So a dead worker never pins it, and the memory of a dead daemon is freed when the
-last worker releases it. Older devices and drivers use legacy handles; that memory is freed with the daemon.
+If the device supports it, the daemon exports the memory as a file descriptor: the driver frees such memory when the
+last process that holds the descriptor ends. So a dead worker never pins it, and the memory of a dead daemon is freed
+when the last worker releases it. Older devices and drivers use legacy handles; such memory is freed when the daemon
+ends.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ async def serve_fds(
 ) -> AsyncIterator[None]:
     """Serve the socket ``path`` while the body runs.
 
-    A peer that ``is_allowed`` accepts sends the id of an open session and the name of a memory, and gets its
-    descriptor. The socket is created again when it is deleted. Raises ConfigurationError when it cannot be created.
+    A peer that ``is_allowed`` accepts sends the id of an open session and the name of a memory, and gets the memory's
+    descriptor. If the socket file is deleted, it is created again. Raises ConfigurationError when it cannot be created.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -85,7 +85,7 @@ async def _accept(provider: FdProvider, listener: socket.socket, is_allowed: Cal
             await free.acquire()
             try:
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:  # possibly out of descriptors: other connections will be closed
+            except OSError as error:  # possibly out of descriptors, which other connections will release
                 free.release()
                 log.warning("the memory socket could not accept, trying again", error=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -94,7 +94,7 @@ async def _accept(provider: FdProvider, listener: socket.socket, is_allowed: Cal
 
 
 async def _answer(provider: FdProvider, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
-    """Answer one peer. Never raises: the next peer must be answered, too."""
+    """Answer one peer. Never raises, since an error would end the server for all peers."""
     try:
         await _give(provider, peer, is_allowed)
     except Exception:

@@ -26,7 +26,7 @@ class GpuArena(SlotAllocator):
         return None
 
     def write(self, slot: Slot, data: memoryview) -> None:
-        # Copied: the owner of the data may change it while the device reads it.
+        # Copied first: the owner may change ``data`` while the device reads.
         self.memory.write(slot.offset, memoryview(np.frombuffer(data, np.uint8).copy().data))
 
     def describe(self) -> ArenaDescriptor:

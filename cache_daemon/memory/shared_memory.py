@@ -1,7 +1,7 @@
 """Shared memory with a sealed file descriptor (memfd).
 
-It has no name in any file system, and the kernel frees it with the last process that holds it: a killed daemon leaves
-nothing behind, and no other process can find it.
+The memory has no name in any file system, so no other process can find it. The kernel frees it when the last process
+that holds it ends, so a killed daemon leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 class SharedMemory:
     """Zeroed memory of ``size_bytes``; the kernel adds pages on first touch.
 
-    The size is sealed, so no holder can cause a SIGBUS in another one. With ``writable_by_others`` False, a process
-    that receives the descriptor can neither write nor map it for writing; the seal does not affect this process's own,
-    earlier mapping. Raises ConfigurationError when the system refuses.
+    The size is sealed, so no holder can cause a SIGBUS in another process. With ``writable_by_others`` False, a process
+    that receives the descriptor can neither write to it nor map it for writing. This process can still write through
+    its own mapping, which is older than the seal. Raises ConfigurationError when the system refuses.
     """
 
     def __init__(self, name: str, size_bytes: int, *, writable_by_others: bool) -> None:
         self.size_bytes = size_bytes
         try:
             self.descriptor = os.memfd_create(f"kvsidecar-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # The descriptor is closed with the object, also when the mapping fails or no owner calls ``close``.
+            # The descriptor is closed with this object, even if the mapping fails or no owner calls ``close``.
             self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
             os.ftruncate(self.descriptor, size_bytes)
             self._map = mmap.mmap(self.descriptor, size_bytes)
@@ -48,7 +48,7 @@ class SharedMemory:
         _libc.madvise(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
     def release_pages(self, offset: int, size_bytes: int) -> None:
-        """Release pages to the system; they are zero when touched again. Not for sealed memory."""
+        """Release pages to the system; they are zero when touched again. Not for memory sealed against writing."""
         mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         _libc.fallocate(self.descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes))
 

@@ -1,7 +1,7 @@
 """Staging memory: memory into which one session writes new chunks.
 
-Only the worker and the daemon share it; where the daemon receives the bytes itself, it is private. Later writes of the
-worker are harmless: the daemon copies at Commit and verifies its copy.
+Only the worker and the daemon share it. If the worker streams its chunks, only the daemon maps it. Writes after Commit
+are harmless: the daemon copies the chunk at Commit and verifies its copy.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from kvsidecar.range_allocator import RangeAllocator
 from cache_daemon.memory.arena import ALIGNMENT, Slot, footprint
 from cache_daemon.memory.shared_memory import SharedMemory
 
-# Idle staging keeps this much memory; the rest is released in pieces.
+# Idle staging keeps the first number of bytes; memory beyond it is released in pieces of the second size.
 _KEPT_BYTES, _TRIM_BYTES = 8 << 20, 16 << 20
 
 
 class StagingBudget:
-    """Memory budget that several stagings share."""
+    """Memory budget that several staging memories share."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes, self.used_bytes = size_bytes, 0
@@ -25,8 +25,8 @@ class StagingBudget:
 class StagingMemory:
     """Staging memory of one session, allocated with its first reservation.
 
-    If ``budget`` is None, only its own size limits it. With a budget, free memory returns to the system at once,
-    because the idle memory of many sessions would exceed the caller's limit.
+    If ``budget`` is None, only its own size limits it. With a budget, freed memory returns to the system at once;
+    otherwise the idle memory of a caller's many sessions would exceed the caller's limit.
     """
 
     def __init__(self, size_bytes: int, budget: StagingBudget | None = None) -> None:

@@ -1,4 +1,5 @@
 """Observability: metrics, health, spans and traffic traces.
 
-Imports ``kvsidecar`` and nothing else of the daemon; ``server`` and ``rpc`` import it.
+``server`` and ``rpc`` import it. ``reuse_metrics`` imports types of ``store``; the other modules import ``kvsidecar``
+only.
 """

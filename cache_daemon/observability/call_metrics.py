@@ -17,7 +17,8 @@ from cache_daemon.observability.spans import CallSpan
 
 _WINDOW_SECONDS = 60.0
 _MAX_SAMPLES = 2048
-# If at least this number and share of a minute's calls fail inside the daemon, it counts as failing.
+# The daemon counts as failing if at least this number, and at least this share, of a method's calls in a minute end
+# INTERNAL.
 _MIN_INTERNAL, _INTERNAL_SHARE = 10, 0.5
 _INTERNAL = grpc.StatusCode.INTERNAL.name
 
@@ -126,7 +127,7 @@ def is_internal(error: BaseException | None) -> bool:
 
 
 def _status_of(error: BaseException | None) -> str:
-    """Return the status name that a call is counted under."""
+    """Return the status name under which a call is counted."""
     if error is None:
         return "OK"
     if is_internal(error):

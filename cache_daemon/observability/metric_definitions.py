@@ -1,6 +1,6 @@
 """Metric names and help texts for the fields of StatsResponse.
 
-docs/operations/monitoring.md says when to act.
+docs/operations/monitoring.md says which values require action.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GAUGES = {
     "loop_stall_ms": "Longest stall of the event loop in the last minute, in milliseconds",
 }
 SECONDS = {"loop_stall_ms": "loop_stall_seconds", "remote_latency_ms": "remote_latency_seconds"}
-"""Gauges in milliseconds, which Prometheus also gets in seconds: the names in ``_ms`` stay for one version."""
+"""Gauges in milliseconds that Prometheus also gets in seconds. The next release removes the names in ``_ms``."""
 COUNTERS = {
     "prompts": "Prompts that workers served, except those that bypass the cache",
     "prompt_tokens": "Tokens of these prompts",

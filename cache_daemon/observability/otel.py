@@ -42,7 +42,7 @@ class Telemetry:
 
 @asynccontextmanager
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
-    """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without one.
+    """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without an endpoint.
 
     ``telemetry.otlp_export.otlp_providers`` describes the rules. Raises ConfigurationError without the packages.
     """
@@ -51,7 +51,7 @@ async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
 
 
 def telemetry_for(providers: OtelProviders) -> Telemetry:
-    """Return the hooks for the providers of the SDK."""
+    """Return hooks that report to the SDK's providers."""
     spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
     return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
 
@@ -81,16 +81,16 @@ class _Spans:
             try:
                 yield span
             except BaseException as error:
-                # Only the name: the text may contain hashes or private data.
+                # Only the error's name: its text may contain hashes or private data.
                 span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
                 span.set_status(self._trace.StatusCode.ERROR)
                 raise
 
     def of_work(self, what: str) -> Span:
-        """Open a span for a part of the current call; a no-op outside of one."""
+        """Open a span for a part of the current call; without a current call, do nothing."""
         if not self._trace.get_current_span().is_recording():
             return NOOP_SPAN
-        # The call's span records failures, without their text.
+        # The span of the call already records the failure, without its text.
         found: Span = self._tracer.start_as_current_span(what, record_exception=False, set_status_on_exception=False)
         return found
 

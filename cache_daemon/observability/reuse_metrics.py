@@ -36,7 +36,7 @@ _MAX_NAMESPACES = 32
 
 
 class ReuseLabels(NamedTuple):
-    """Values of the labels of a reuse metric; ``tenant`` is empty unless the operator enables it."""
+    """Label values of a reuse metric; ``tenant`` is empty unless the operator enables that label."""
 
     engine: str
     namespace: str
@@ -45,7 +45,7 @@ class ReuseLabels(NamedTuple):
 
 @dataclass
 class ReuseCounts:
-    """Totals of one engine, namespace and tenant; fields are those of ``COUNTERS`` and ``MISSES``."""
+    """Totals of one engine, namespace and tenant, named as in ``COUNTERS`` and ``MISSES``."""
 
     loads: int = 0
     loaded_tokens: int = 0
@@ -62,7 +62,7 @@ class ReuseMetrics:
     """Reuse totals by label values, whose number is bounded. Updated on the event loop.
 
     Counts only sessions that share memory: reports of other callers cannot be trusted. ``tenant_name`` returns the name
-    of an account in the tenants file, empty for others; the first ``max_tenants`` names get their own label.
+    that an account has in the tenants file, or an empty string. The first ``max_tenants`` names get their own label.
     """
 
     def __init__(self, tenant_name: Callable[[bytes], str] = lambda _: "", max_tenants: int = 0) -> None:
@@ -78,7 +78,7 @@ class ReuseMetrics:
             self._of(session.namespace, b"")
 
     def add_load(self, session: Session, chunks: Sequence[Chunk], report: pb.LoadReport) -> None:
-        """Count a load that a session reports with the end of its lease on ``chunks``."""
+        """Count a load that a session reports when it releases its lease on ``chunks``."""
         if not session.shares_memory or not chunks:
             return
         counts, all_tokens = self._of(session.namespace, chunks[0].tenant.id), sum(c.tokens for c in chunks)

@@ -1,8 +1,8 @@
 """Health by tier: service names ``durable`` and ``remote`` of grpc.health, and the overall state.
 
-``durable`` is SERVING while stored chunks would outlive the daemon, ``remote`` while the remote tier is used. A failing
-tier leaves the daemon as a whole SERVING, since workers lose nothing; it is NOT_SERVING while half of a method's calls
-end INTERNAL.
+``durable`` is SERVING while the durable tier can be written, and ``remote`` while the remote tier is used. The overall
+state stays SERVING while a tier fails, since workers lose nothing. It is NOT_SERVING while at least half of the calls
+of one method end INTERNAL.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = structlog.get_logger("cache_daemon")
 async def report_health(
     name: str, failing: Failing | None, set_health: SetHealth, grace_seconds: float = GRACE_SECONDS
 ) -> AsyncIterator[None]:
-    """Keep a health name up to date while the body runs.
+    """Keep the health of a service name up to date while the body runs.
 
     ``failing`` returns the reason and the start of a failure (monotonic seconds), or None. Pass None for a daemon
     without that tier: the name stays unknown.

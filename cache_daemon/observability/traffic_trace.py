@@ -6,9 +6,9 @@ reads::
     {"timestamp": 1203, "input_length": 1800, "output_length": 0, "hash_ids": [81002, 5, 77, 912]}
 
 ``timestamp`` is in milliseconds since the recording began. ``hash_ids`` names each block of 512 tokens in its context;
-the last block may be partial. Two prompts share an id exactly when they belong to one tenant and have the same tokens
-up to the end of that block. The ids are hashes under a key that is created when the recording begins and never stored,
-so no reader can search for the id of a text. ``output_length`` is 0: the daemon does not see answers end.
+the last block may be partial. Two prompts share an id exactly if they belong to the same tenant and have the same
+tokens up to the end of that block. The ids are hashes under a key that is created when the recording begins and never
+stored, so no reader can search for the id of a text. ``output_length`` is 0: the daemon does not see answers end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvsidecar import keys
 from kvsidecar.errors import ConfigurationError
 
 BLOCK_TOKENS = 512
-# Limits of the queue of prompts to hash; beyond them, prompts are dropped and counted.
+# Limits of the queue of prompts that wait to be hashed. Prompts beyond them are dropped and counted.
 _QUEUED = 1024
 _QUEUED_BYTES = 64 << 20
 # JSON readers represent integers of up to 53 bits exactly.
@@ -43,11 +43,11 @@ class TrafficTrace:
 
     ``record_prompt`` may be called from one thread and never blocks. ``complete`` turns False when prompts are dropped:
     the file has reached ``max_bytes``, prompts arrived faster than the thread could hash them, or the disk failed.
-    Lines written before stay whole.
+    Lines that were already written stay complete.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Rename an existing file to ``.1``, replacing an older one. Raises OSError."""
+        """Rename an existing file to ``.1``, replacing an older ``.1``. Raises OSError."""
         self.path, self.max_bytes = path, max_bytes
         self.num_dropped = 0
         self._incomplete_reason = ""

@@ -3,13 +3,13 @@
 ==========================================================  ======================================================
 redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``valkey://`` is the same, ``rediss://``
                                                             and ``valkeys://`` over TLS
-valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by some of its nodes;
+valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster; HOSTs are some of its nodes;
                                                             ``valkeys-cluster://`` over TLS
-s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint what speaks its protocol
-az://ACCOUNT@CONTAINER[/PREFIX][?endpoint=URL]              Azure's blobs
+s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3; with an endpoint, any store with S3's API
+az://ACCOUNT@CONTAINER[/PREFIX][?endpoint=URL]              Azure Blob Storage
 ==========================================================  ======================================================
 
-A password in a URL would be in ``ps``, so it is refused.
+A URL with a password is refused, because ``ps`` would show it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _MAX_SECRET_BYTES = 16 << 10
 class RemoteAddress:
     """A parsed URL.
 
-    ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's container) and ``endpoint`` are those of an
-    object store.
+    ``hosts`` are the hosts and ports of Valkey's nodes. ``bucket`` (of Azure: the container) and ``endpoint`` belong to
+    an object store.
     """
 
     backend: BackendKind

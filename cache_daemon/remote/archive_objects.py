@@ -1,6 +1,6 @@
 """Archives as objects of an S3 store: staged in a local file, then streamed.
 
-While the command runs, the file is in a folder that the caller chooses, else in the system's temporary folder.
+The file exists while the command runs, in the folder ``staging`` or, without one, in the system's temporary folder.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _staging_file(folder: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _checking_space(folder: Path) -> Iterator[None]:
-    """Name the full disk in errors of the block."""
+    """Turn an error about a full disk into a message that names the folder."""
     try:
         yield
     except (OSError, StoreUnavailable) as error:

@@ -1,7 +1,7 @@
 """Remote backend interface: named byte strings that nodes share, and that may fail.
 
-A backend may lose or corrupt values, so the tier above verifies every value that it reads. Calls have no timeout of
-their own; callers cancel them and then ignore the result.
+A backend may lose or corrupt values, so the tier above verifies every value that it reads. Calls have no timeout:
+callers cancel calls that take too long, and ignore their results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 Item = tuple[str, bytes | memoryview]
 
 
-# Length limit of values without a limit of their own, and the substitute for a longer value: no valid value is empty.
+# Default length limit of a value, and the substitute for a longer value (no valid value is empty).
 MAX_VALUE_BYTES, OVERSIZE = 64 << 20, b""
 
 
@@ -22,7 +22,7 @@ class RemoteFailed(Exception):
 
 
 class RemoteBusy(RemoteFailed):
-    """The circuit breaker did not send the call: after a failure it admits few at a time."""
+    """The circuit breaker did not send the call: after a failure it admits only a few calls at a time."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ class RemoteBackend(Protocol):
     """A client of Valkey, S3 or Azure. Call ``connect`` first, and again after a failure.
 
     ``part_bytes`` is the largest sensible value. ``lanes`` is the number of independent connections for reading: a read
-    that is slow on one may be tried on another.
+    that is slow on one connection may be repeated on another.
     """
 
     name: str
@@ -58,14 +58,14 @@ class RemoteBackend(Protocol):
     lanes: int
 
     async def connect(self) -> None:
-        """Open new connections, regardless of the state of earlier ones. Raises RemoteFailed."""
+        """Open new connections, regardless of the state of earlier connections. Raises RemoteFailed."""
         ...
 
     async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
-        """Return values in the order of their names, None for missing ones. Raises RemoteFailed.
+        """Return values in the order of their names, None for missing values. Raises RemoteFailed.
 
-        ``max_bytes`` are the lengths that the values may have, by default ``MAX_VALUE_BYTES``. A longer value is
-        returned as ``OVERSIZE`` and not transferred: another program may have written it. An empty value may count as
+        ``max_bytes`` are the maximal lengths of the values, by default ``MAX_VALUE_BYTES``. A longer value, which
+        another program may have written, is not transferred and returned as ``OVERSIZE``. An empty value may count as
         missing.
         """
         ...
@@ -80,7 +80,7 @@ class RemoteBackend(Protocol):
     async def put_if_absent(self, name: str, value: bytes) -> None:
         """Store a value without expiry unless the name exists. Raises RemoteFailed.
 
-        If several callers do so at once, one wins.
+        If several callers do so at once, one value is stored.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Bulk transfer of a tenant to or from the remote tier.
 
 An operator's command starts it. Chunks that the target already has are not sent again, so an operator simply repeats a
-failed transfer. Its batches are never written during other writes or deletions of this node, and chunks that are
-deleted meanwhile are not transferred.
+failed transfer. A push writes its batches only between other writes and deletions of this node. Chunks that are deleted
+during the transfer are not transferred.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from cache_daemon.store.yield_timer import YieldTimer
 
 _BATCH_CHUNKS, _BATCH_BYTES, _SHARE_OF_ARENA = 64, 16 << 20, 4
 _LOOKUP_TIMEOUT_SECONDS, _READ_TIMEOUT_SECONDS = 5.0, 30.0
-# Number and length of waits for a full arena, which may be full of chunks that are being written to disk. Once the
-# waits are used up, later chunks do not wait until one chunk has been inserted.
+# Number and length of waits while the arena is full, possibly of chunks that are being written to disk. When all waits
+# are used, further chunks do not wait, until a chunk has been inserted.
 _MAX_WAITS, _WAIT_SECONDS = 40, 0.25
 
 
 @dataclass(frozen=True)
 class TransferProgress:
-    """Progress: ``done`` of ``total`` chunks, by result, and the bytes of their payloads."""
+    """Progress of a transfer: numbers of chunks by result, and transferred payload bytes."""
 
     total: int = 0
     chunks: int = 0
@@ -101,7 +101,7 @@ class TenantTransfer:
                 lease.release()
 
     def _batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-        """Split chunks into batches that fit into the arena beside its other contents."""
+        """Split chunks into batches that need only a part of the arena."""
         most = min(_BATCH_BYTES, self._tiers.arena.size_bytes // _SHARE_OF_ARENA)
         batch: list[Chunk] = []
         size = 0
@@ -117,7 +117,7 @@ class TenantTransfer:
     # ---- pull -----------------------------------------------------------------------------------------------
 
     async def pull(self, root: bytes, tenant: bytes, geometry: Geometry) -> AsyncIterator[TransferProgress]:
-        """Insert a tenant's chunks of the remote tier into this node. Raises Unavailable."""
+        """Insert a tenant's chunks from the remote tier into this node. Raises Unavailable."""
         request = FetchRequest(root, tenant, geometry, b"", FetchHints())
         with _as_unavailable(TransferProgress()):
             missing, known = await self._missing_chunks(request)
@@ -139,7 +139,7 @@ class TenantTransfer:
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[bytes], int]:
         """Return the hashes of valid chunks that this node lacks, parents first.
 
-        Also returns how many it already has.
+        Also returns the number of valid chunks that this node already has.
         """
         found: list[tuple[int, bytes]] = []
         known, yield_timer = 0, YieldTimer()
@@ -163,12 +163,12 @@ class TenantTransfer:
     async def _pull_batch(
         self, request: FetchRequest, lookup: InflightLookup, hashes: Sequence[bytes], budget: _WaitBudget
     ) -> list[int]:
-        """Insert chunks. Returns the payload sizes of the chunks that this node now has."""
+        """Insert chunks. Returns the payload sizes of the inserted chunks."""
         placed: list[int] = []
         for group in self._tier.group_by_call(await self._find_records(request, hashes)):
             payloads = await self._tier.read_payloads(group, _READ_TIMEOUT_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
-                # No request asked for it, so it expires when it would have expired there.
+                # No request sets a TTL, so the chunk expires here when it would have expired in the remote tier.
                 deadline = self._tiers.clock() + self._tier.seconds_left(entry)
                 kept = replace(request, kept=PromptHints(deadline))
                 if await self._insert(kept, lookup, entry, parts, budget):

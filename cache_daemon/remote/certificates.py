@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvsidecar.errors import ConfigurationError
 
-# Error names of rustls, which both clients use; the first one found counts.
+# Error names of rustls, which both clients use; the first name found in a message counts.
 _MEANINGS = {
     "unknownissuer": "its certificate is signed by nobody that is trusted here; see --remote-ca",
     "unknown issuer": "its certificate is signed by nobody that is trusted here; see --remote-ca",

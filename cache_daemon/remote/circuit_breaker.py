@@ -2,8 +2,8 @@
 
 A closed circuit admits all calls. It opens after some failures in a row, or when half of the latest calls failed; an
 open circuit admits no calls. When a probe of the backend succeeds, the circuit is half open: it admits a few trial
-calls at a time and refuses all others. It closes when as many trial calls have succeeded; one failure opens it again.
-A timeout counts as a failure.
+calls at a time and refuses all others. It closes when the number of successful trial calls reaches that limit; one
+failure opens it again. A timeout counts as a failure.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CircuitBreaker:
         self._trials.discard(call)
 
     def half_open(self) -> None:
-        """Half-open the circuit after a successful probe."""
+        """Change to half open after a successful probe."""
         if self.state is CircuitState.OPEN:
             self.state, self._good, self._in_a_row = CircuitState.HALF_OPEN, 0, 0
             self._trials.clear()

@@ -31,7 +31,7 @@ from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_services import StoreServices
 
 _THREADS = 2
-# Time limits: ``close`` drains the queue for the first, a caller that deletes waits for the backend for the second.
+# Time limits in seconds: of draining the queue in ``close``, and of waiting for the backend in ``await_deletion``.
 _STOP_SECONDS, _DELETE_SECONDS = 2.0, 2.0
 
 
@@ -39,7 +39,7 @@ _STOP_SECONDS, _DELETE_SECONDS = 2.0, 2.0
 class RemoteSettings:
     """A remote tier and its write policy.
 
-    With ``ttl_seconds`` None chunks have no expiry in the backend, which evicts them by its own policy.
+    If ``ttl_seconds`` is None, chunks have no expiry in the backend, which evicts them by its own policy.
     """
 
     tier: RemoteTier
@@ -118,13 +118,13 @@ class RemoteCoordinator:
         return result
 
     def enqueue_used(self, chunks: Iterable[Chunk]) -> None:
-        """Offer the chunks that a prompt used; see ``WriteBehindQueue.enqueue_used``."""
+        """Enqueue the chunks that a prompt used; see ``WriteBehindQueue.enqueue_used``."""
         self._write_behind.enqueue_used(chunks)
 
     def delete(
         self, root: bytes, key: bytes, *, is_known: bool = True, owner: Hashable | None = None
     ) -> asyncio.Future[int]:
-        """Enqueue a deletion, and stop the reads and writes that it concerns.
+        """Enqueue a deletion, and stop reads and writes of the chunks to delete.
 
         See ``DeletionWriter.enqueue``.
         """
@@ -137,7 +137,8 @@ class RemoteCoordinator:
     async def await_deletion(deletion: asyncio.Future[int]) -> int:
         """Wait for a deletion, at most ``_DELETE_SECONDS``.
 
-        If the backend does not answer, the deletion is retried later. Returns the number of chunks deleted, if known.
+        If the backend does not answer, the deletion is retried later. Returns the number of deleted chunks; 0 if
+        unknown.
         """
         await asyncio.wait({deletion}, timeout=_DELETE_SECONDS)
         return deletion.result() if deletion.done() else 0

@@ -1,9 +1,9 @@
 """Deletion epochs that this node has observed, kept over its restarts.
 
 Nodes never compare clocks. A node treats every chunk that it inserted before it observed a new deletion epoch as older
-than that deletion. It keeps the deletion epochs themselves, and digests of earlier epochs. If the backend returns an
-older epoch, or none, the backend has lost a deletion (a failover, a restored backup, a restart without data), and the
-node writes the epoch back.
+than that deletion. It keeps the latest deletion epochs, and digests of earlier epochs. If the backend returns an
+earlier epoch or none, the backend has lost a deletion (a failover, a restored backup, a restart without data). The node
+then writes its epoch back.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _NONE = bytes(EPOCH_BYTES)
 _MAX_TENANTS = 100_000
 # Number of digests of earlier epochs that are kept per tenant.
 _MAX_PAST = 8
-# After the backend lost its data, nodes that know deletions write them back; for this time older chunks are withheld.
+# After a loss of data, nodes write back known deletions. For this time older chunks are not written (``is_withheld``).
 GRACE_SECONDS = 60.0
 
 
 class EpochChange(Enum):
-    """Difference between a tenant's epochs and those last observed."""
+    """Difference between a tenant's epochs and the last observed epochs."""
 
     NONE = auto()
-    EPOCH_LOST = auto()  # the backend has lost the epochs, and perhaps deletions: older chunks are withheld for a while
+    EPOCH_LOST = auto()  # the backend lost the epochs, perhaps of deletions: older chunks are not written for a while
     DELETION_LOST = auto()  # the backend lost a deletion known here: no record is valid until the write-back
     CHUNKS_DELETED = auto()  # single chunks of the tenant were deleted
     TENANT_DELETED = auto()  # the whole tenant was deleted
@@ -50,14 +50,14 @@ class EpochChange(Enum):
 class _TenantRecord:
     """Last observed epochs of a tenant, as digests.
 
-    Its times are monotonic; a chunk that this node inserted before such a time predates the deletion.
+    Times are monotonic seconds. A chunk that this node inserted before ``deleted_at`` predates the deletion.
     """
 
     global_digest: bytes
     tenant_digest: bytes
     chunks_digest: bytes
     deleted_at: float = 0.0
-    lost_at: float = 0.0  # when a loss of data was observed; 0: never. After a restart: the time of the start
+    lost_at: float = 0.0  # when a loss of data was observed, or the time of the restart after it; 0: never
     unsure_until: float = 0.0  # chunks inserted before this time may have been deleted
     unapplied_since: float = 0.0  # when this node observed a change that it has not applied yet; 0: none
     tombstones: set[bytes] = field(default_factory=set)  # tombstones that this node applied
@@ -74,8 +74,8 @@ class _TenantRecord:
 class DeletionEpochs:
     """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
 
-    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted only after it was
-    applied, or a crash would leave deleted chunks in place. ``on_change`` holds subscribers. Runs on the event loop.
+    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted after it was applied, so
+    that a crash leaves no deleted chunks in place. ``on_change`` holds subscribers. Runs on the event loop.
     """
 
     def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
@@ -101,7 +101,7 @@ class DeletionEpochs:
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
-        """Return True while a chunk from before a loss of data must not be written."""
+        """Return True while a chunk that predates a loss of data must not be written."""
         record = self._tenants.get(chunk.root)
         return (
             record is not None
@@ -110,12 +110,12 @@ class DeletionEpochs:
         )
 
     def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compare a tenant's epochs with those last observed; notify ``on_change`` of a difference."""
+        """Compare a tenant's epochs with the last observed epochs; notify ``on_change`` of a difference."""
         change = self.compare(root, epochs)
         if change is not EpochChange.NONE:
             self.notify(root, change)
         if change is EpochChange.EPOCH_LOST:
-            self.observe(root, epochs)  # chunk deletions, since the loss or lost with it, are a separate change
+            self.observe(root, epochs)  # deletions of chunks, before or after the loss, are a separate change
         return change
 
     def notify(self, root: bytes, change: EpochChange) -> None:
@@ -124,7 +124,7 @@ class DeletionEpochs:
             call(root, change)
 
     def compare(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compare a tenant's epochs with those last observed, and remember them."""
+        """Compare a tenant's epochs with the last observed epochs, and remember the new epochs."""
         now = time.monotonic()
         if self.is_global_deletion_lost(epochs.global_epoch):
             return EpochChange.DELETION_LOST
@@ -213,8 +213,8 @@ class DeletionEpochs:
     ) -> None:
         """Record this node's own deletion of a tenant or, without ``root``, of everything.
 
-        ``epoch`` is the new epoch, ``before`` the one that it replaced. ``crossed`` says that other nodes deleted
-        something of the tenant before: all chunks that this node has inserted so far must then be removed.
+        ``epoch`` replaced the epoch ``before``. ``crossed`` says that this node had not applied an earlier deletion by
+        another node: it must then remove all chunks of the tenant that it has inserted so far.
         """
         now = time.monotonic()
         if not root:
@@ -233,7 +233,7 @@ class DeletionEpochs:
         self._remember(root, after)
 
     def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
-        """Record tombstones of this node's own deletion of chunks: they need not be applied."""
+        """Record tombstones that this node itself wrote, so that it does not apply them."""
         record = self._tenants.get(root)
         if record is not None:
             self._set_tombstones(root, record, gone)
@@ -257,7 +257,7 @@ class DeletionEpochs:
         return {name for name in record.tombstones if name[: keys.HASH_BYTES] not in there}
 
     def lost_deletions(self, root: bytes, epochs: TenantEpochs) -> dict[bytes, bytes]:
-        """Return deletion epochs to write back: the tenant's under ``root``, the global one under b""."""
+        """Return the deletion epochs to write back, by tenant root; the key of the global epoch is b""."""
         out: dict[bytes, bytes] = {}
         if self.is_global_deletion_lost(epochs.global_epoch):
             out[b""] = self._global_deletion_epoch
@@ -284,7 +284,7 @@ class DeletionEpochs:
         return epochs.tenant_epoch is None and record is not None and bool(record.tenant_digest)
 
     def observed_at(self, root: bytes) -> float:
-        """Return when a tenant's last deletion was observed; with an empty ``root``, that of everything (monotonic)."""
+        """Return when a tenant's last deletion (without ``root``: of everything) was observed, in monotonic seconds."""
         if not root:
             return self._all_deleted_at
         record = self._tenants.get(root)
@@ -293,8 +293,7 @@ class DeletionEpochs:
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
         """Record that this node has applied the deletion that it observed at ``heard``.
 
-        An empty ``root`` means a deletion of everything. ``gone`` are the chunks that were deleted; None means all
-        chunks of the tenant.
+        An empty ``root`` means everything. ``gone`` are the applied tombstones; None: the whole tenant was deleted.
         """
         if not root:
             self._persist_global()
@@ -309,7 +308,7 @@ class DeletionEpochs:
             self._persist(root)
 
     def _set_tombstones(self, root: bytes, record: _TenantRecord, gone: set[bytes]) -> None:
-        """Set the tombstones; for a chunk that was deleted more than once, keep the last one."""
+        """Add tombstones; of a chunk that was deleted more than once, keep only the new one."""
         replaced = {name[: keys.HASH_BYTES] for name in gone}
         merged = {name for name in record.tombstones if name[: keys.HASH_BYTES] not in replaced} | gone
         if merged != record.tombstones:
@@ -370,9 +369,9 @@ class DeletionEpochs:
         record.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
-        """Forget a tenant without chunks, unless a deletion of it is known.
+        """Forget a tenant without chunks, unless a deletion of the tenant is known.
 
-        The backend may lose that deletion, and this node must then write it back.
+        A known deletion stays, because this node must write it back if the backend loses it.
         """
         record = self._tenants.get(root)
         if record is not None and not record.deletion_epoch and not record.tombstones:

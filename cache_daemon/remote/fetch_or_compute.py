@@ -8,9 +8,10 @@ from cache_daemon.remote.latency_model import LatencyModel
 from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.store.lookup import FetchHints
 
-# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of the computing time.
+# The timeout of a lookup is a multiple of the usual latency, between a minimum and a maximum. It never exceeds a share
+# of the time to compute the prompt.
 _LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR, _LOOKUP_MAX_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
-# Longest fetch, also where the cost of computing is unknown.
+# Longest fetch, even if the prefill cost is unknown.
 _MAX_FETCH_SECONDS = 10.0
 
 
@@ -41,8 +42,8 @@ class FetchOrCompute:
     ) -> tuple[int, float]:
         """Count the leading records that arrive before they could be computed, and return the fetch's time limit.
 
-        ``tokens`` are those that the caller would compute up to the end of each record. ``spent`` seconds have passed
-        since the request. The count is 0 if computing is faster.
+        ``tokens[n]`` is the number of tokens that the caller would compute up to the end of record ``n``. ``spent`` is
+        the time since the request, in seconds. The count is 0 if computing is faster.
         """
         deadlines = _prefill_deadlines(hints.seconds_per_token, records, tokens)
         longest = min(hints.timeout_seconds, _MAX_FETCH_SECONDS)
@@ -56,9 +57,9 @@ class FetchOrCompute:
 
 
 def _prefill_deadlines(seconds_per_token: float, records: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
-    """Return the seconds in which the caller could compute up to each record.
+    """Return for each record the seconds in which the caller could compute the tokens up to its end.
 
-    If the caller gives no ``seconds_per_token``, the writers' own prefill times count.
+    Without ``seconds_per_token``, the prefill times in the records count.
     """
     out, known = [], 0.0
     for record, ahead in zip(records, tokens, strict=False):

@@ -35,9 +35,10 @@ class FetchRequest:
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Tokens added to the prefix, and the duration in seconds, also of failed fetches.
+    """Number of tokens added to the prefix, and duration of the fetch in seconds.
 
-    ``load_slower``: the tier has more of the prompt, which the caller computes in less time than it takes to fetch.
+    ``load_slower`` says that the tier has more of the prompt, but the caller computes it faster than the tier delivers
+    it. The duration is set for failed fetches, too.
     """
 
     tokens: int = 0
@@ -49,7 +50,7 @@ class FetchResult:
 class InflightLookup:
     """A lookup of a tenant's chunks in the backend.
 
-    A deletion of any of them sets ``invalidated``. ``keys`` are the chunks found, None until the answer.
+    A deletion of any of these chunks sets ``invalidated``. ``keys`` are the prefix hashes found, None until the answer.
     """
 
     root: bytes
@@ -81,7 +82,7 @@ class InflightLookups:
     def invalidate(self, root: bytes, keys: frozenset[bytes] | None = None) -> None:
         """Invalidate the lookups of a tenant, or with an empty ``root`` all lookups.
 
-        With ``keys``, only those that found one of these chunks or have no answer yet.
+        With ``keys``, invalidate only lookups that found one of these chunks, or that have no answer yet.
         """
         for lookup in self._lookups:
             if root in (b"", lookup.root) and (keys is None or lookup.keys is None or keys & lookup.keys):

@@ -1,6 +1,7 @@
 """Health probe of the backend: connects, retries while the circuit is open, measures latency.
 
-It measures while no request reads. So no request has to discover that the backend works again or is fast enough again.
+It measures the latency while no request reads. So no request has to discover that the backend works again, or is fast
+enough again.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class HealthProbe:
             log.info("the remote tier answers again", engine=tier.backend.name)
 
     async def _reconnect(self) -> None:
-        """Probe over the existing connection, or a new one. Raises RemoteFailed."""
+        """Probe over the existing connection or a new connection. Raises RemoteFailed."""
         tier = self._tier
         tier.latency.reset_latency()
         if self._connected:

@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 from cache_daemon.remote.backend import RemoteFailed
 
-# At most a tenth of all reads is duplicated, so that an overloaded backend does not get twice the load. Unused
-# duplicates accumulate up to the second number.
+# At most this share of all reads is duplicated, so that an overloaded backend does not get twice the load. The second
+# number limits how many unused duplicates accumulate.
 _HEDGE_SHARE, _MAX_CREDIT = 0.1, 4.0
 
 T = TypeVar("T")
 
 
 class HedgedReads:
-    """Duplicates slow reads over ``lanes`` independent connections; one lane duplicates nothing."""
+    """Duplicates slow reads over ``lanes`` independent connections; with one lane, duplicates nothing."""
 
     def __init__(self, lanes: int) -> None:
         self._lanes, self._saved, self._next = lanes, _MAX_CREDIT, 0
         self.num_hedged = 0
 
     async def first_result(self, work: Callable[[int], Awaitable[T]], hedge_after_seconds: float) -> T:
-        """Return the first answer of ``work``, which is called with a lane.
+        """Return the first answer of ``work``, which gets the number of a lane.
 
         A second read starts after ``hedge_after_seconds``. Raises the exception of ``work`` if all reads failed, and
         RemoteFailed if the work was cancelled but the caller was not.
@@ -57,7 +57,7 @@ class HedgedReads:
 def _failure(task: asyncio.Future[Any]) -> BaseException | None:
     """Return the exception of finished work.
 
-    Cancelled work has failed, since the caller did not cancel it.
+    Cancelled work counts as failed, since the caller did not cancel it.
     """
     return RemoteFailed("it gave a call up") if task.cancelled() else task.exception()
 

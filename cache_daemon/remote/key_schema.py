@@ -8,9 +8,9 @@
     PREFIX/FORMAT/ROOT/HASH/head           a chunk's record
     PREFIX/FORMAT/ROOT/HASH/CHECKSUM/N     part N of its stored payload
 
-FORMAT is the version of records and chunks together; ROOT is the tenant root in hexadecimal, the hash of namespace id
-and salt (so a name reveals neither); HASH is the chunk's prefix hash; CHECKSUM is the checksum of the stored payload,
-so parts of two writers never mix.
+FORMAT is the version of records and chunks together. ROOT is the tenant root in hexadecimal: the hash of namespace and
+salt, so a name reveals neither. HASH is the chunk's prefix hash. CHECKSUM is the checksum of the stored payload, so
+parts of two writers never mix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOMBSTONE_ID_BYTES = 8
 
 @dataclass(frozen=True)
 class KeySchema:
-    """Keys under one prefix, which has no slash at its end and may be empty."""
+    """Keys under one prefix, which does not end with a slash and may be empty."""
 
     prefix: str
 
@@ -55,7 +55,7 @@ class KeySchema:
     def tombstone_key(self, root: bytes, name: bytes = b"") -> str:
         """Return the key of a tombstone: prefix hash and an id of ``TOMBSTONE_ID_BYTES``.
 
-        Without ``name``, the prefix of all tombstones of a tenant.
+        Without ``name``, return the prefix of all tombstones of a tenant.
         """
         key, number = name[: keys.HASH_BYTES], name[keys.HASH_BYTES :]
         return f"{self.tenant_prefix(root)}gone/" + (f"{key.hex()}.{number.hex()}" if name else "")

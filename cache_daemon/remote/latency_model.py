@@ -1,14 +1,15 @@
 """Latency model of the remote tier: round-trip time and bandwidth.
 
-New measurements replace old ones. Old measurements do not expire, because nothing suggests that an unused backend has
-changed. While the model says that reads are too slow, no request reads, so the health probe measures now and then.
+New measurements outweigh old measurements. Old measurements do not expire, because nothing suggests that an unused
+backend has changed. While the model says that reads are too slow, no request reads, so the health probe must measure
+from time to time.
 """
 
 from __future__ import annotations
 
 import time
 
-# Faster answers weigh more than slower ones: many causes delay an answer, but only a faster backend speeds it up.
+# Faster answers weigh more than slower answers: many causes delay an answer, but only a faster backend speeds it up.
 _SLOWER_WEIGHT, _FASTER_WEIGHT = 0.2, 0.5
 # Smaller transfers say nothing about the bandwidth.
 _MIN_TRANSFER_BYTES = 256 << 10

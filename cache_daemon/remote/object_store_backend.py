@@ -1,7 +1,7 @@
 """Object store backends, through ``obstore``: S3 and compatible stores, and Azure Blob Storage.
 
-Credentials are those of ``--remote``, else those of the environment's AWS or AZURE variables, files and services.
-Objects have no TTL of their own: readers ignore expired records, and the store's lifecycle rules remove them.
+Credentials are those of ``--remote``; without them, those of the AWS or AZURE variables, files and services.
+Objects have no TTL: readers ignore expired records, and the store's lifecycle rules remove them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Valkey and Redis backend, single or cluster, through ``valkey-glide``.
 
-The client multiplexes concurrent calls over one connection, so many sets form a pipeline. A second client is the second
-lane for hedged reads.
+The client multiplexes concurrent calls over one connection, so concurrent SETs form a pipeline. Hedged reads use a
+second client as the second lane.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cache_daemon.remote.address import Credentials, RemoteAddress
 from cache_daemon.remote.backend import Item, RemoteFailed, limited, translating_errors, value_limits
 from cache_daemon.remote.certificates import tls_error_reason
 
-# Callers' timeouts are shorter; this one only ends abandoned requests.
+# Callers' timeouts are shorter; the request timeout only ends abandoned requests.
 _REQUEST_MS, _CONNECT_MS = 10_000, 1_000
 _SCAN_COUNT = 1000
 _VALUE = (bytes, type(None))
@@ -38,7 +38,7 @@ class RedisBackend:
     """A Valkey or Redis server. Raises ConfigurationError without its client."""
 
     name = "valkey"
-    # The server copies a value in its only thread.
+    # Small, because the server copies a value in its only thread.
     part_bytes = 1 << 20
     lanes = 2
 
@@ -77,7 +77,7 @@ class RedisBackend:
             "use_tls": address.tls,
             "request_timeout": _REQUEST_MS,
             "client_name": "kvsidecar",
-            # Without it, creating a client connects at once, and blocks the event loop until it succeeds or gives up.
+            # Otherwise the new client connects at once, and blocks the event loop until that succeeds or fails.
             "lazy_connect": True,
             "reconnect_strategy": glide.BackoffStrategy(num_of_retries=2, factor=100, exponent_base=2),
             "advanced_config": advanced(connection_timeout=_CONNECT_MS, tls_config=tls),
@@ -94,7 +94,7 @@ class RedisBackend:
             return []
         reads: Any = (self._glide.ClusterBatch if self._address.cluster else self._glide.Batch)(is_atomic=False)
         for name, limit in zip(names, limits, strict=True):
-            reads.getrange(name, 0, limit)  # MGET would transfer a value of any length; a missing one is empty
+            reads.getrange(name, 0, limit)  # MGET would transfer values of any length; GETRANGE: missing is empty
         with translating_errors(_reason):
             found = await client.exec(reads, raise_on_error=True)
         if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):

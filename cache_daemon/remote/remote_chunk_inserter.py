@@ -1,7 +1,7 @@
 """Insertion of fetched chunks: decodes payloads into arena slots, then indexes them.
 
-It works on groups of chunks, in order. Several threads decode a group, each with the same number of chunks: if threads
-took single chunks, the thread and the event loop would wait for each other after every chunk.
+It works on groups of chunks, in order. Several threads decode a group, each an equal number of chunks: if a thread took
+one chunk at a time, it would have to wait for the event loop after every chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class _Payload:
     """A payload to decode into its slot.
 
-    ``slot`` is None if this node already has the chunk, or once the chunk is inserted.
+    ``slot`` is None if this node already has the chunk, and after the insertion.
     """
 
     record: RemoteRecord
@@ -75,9 +75,9 @@ class RemoteChunkInserter:
     ) -> bool:
         """Insert chunks, each after its parent, and lease them.
 
-        Returns False unless all of them are then in the arena: a payload is missing or corrupt, the arena is full, or
-        ``is_invalidated`` says that a deletion concerns them. ``delay_persist`` says that a request waits for more
-        chunks; they then become durable a moment later.
+        Returns True if all of them are in the arena. Returns False if a payload is missing or corrupt, the arena is
+        full, or ``is_invalidated`` reports a deletion of the chunks. ``delay_persist`` says that a request still waits
+        for more chunks; the inserted chunks then become durable a moment later.
         """
         if (
             not self.parent_is_live(request.root, group[0])
@@ -125,7 +125,7 @@ class RemoteChunkInserter:
         return pieces
 
     async def _decode_all(self, pieces: Sequence[_Payload]) -> None:
-        """Fill the slots on threads. Returns or raises only when no thread uses them."""
+        """Fill the slots on threads. Returns or raises only when no thread uses the slots any more."""
         todo = [piece for piece in pieces if piece.slot is not None]
         work = [self._run_in_thread(self._decode_work(part)) for n in range(_THREADS) if (part := todo[n::_THREADS])]
         if not work:

@@ -2,8 +2,8 @@
 
 The caller sends the ends of the prompt's chunks, so the prefetcher knows their names and finds them in one round trip.
 It then decides whether loading them is faster than computing them. If so, it loads them in order, until all are loaded
-or computing the rest would be faster. Chunks become visible as after a commit: verified, after their parent, and as a
-whole.
+or the caller would compute the remaining chunks faster. Chunks become visible as after a commit: verified, after their
+parent, and as a whole.
 
 A slot is allocated only when its payload has arrived, so a cancelled or late caller leaves no slots behind.
 """
@@ -29,10 +29,10 @@ from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Fewer tokens are not worth a lookup; one lookup has at most this many chunks.
+# Fewer missing tokens than the first number are not worth a lookup. A lookup has at most the second number of chunks.
 _MIN_TOKENS, _MAX_CHUNKS = 16, 1024
-# Maximal number of groups of payloads that are downloading, or downloaded and not inserted; and the time without an
-# answer after which a download has failed.
+# Maximal number of groups whose payloads are being downloaded, or are downloaded but not inserted. And the time without
+# an answer after which a download counts as failed.
 _MAX_DOWNLOADS, _STALLED_SECONDS = 8, 5.0
 _MEASURE_SECONDS = 5.0
 
@@ -79,7 +79,7 @@ class RemotePrefetcher:
         self.counters = FetchCounters()
 
     async def fetch(self, request: FetchRequest) -> FetchResult:
-        """Extend the stored prefix of a prompt by chunks of the remote tier.
+        """Extend the stored prefix of a prompt with chunks of the remote tier.
 
         Raises nothing. Cancelling the caller leaves no slots or leases behind.
         """
@@ -95,16 +95,16 @@ class RemotePrefetcher:
         return FetchResult(tokens, time.perf_counter() - began, load_slower)
 
     async def _fetch_missing(self, request: FetchRequest, began: float) -> tuple[int, bool]:
-        """Return the number of added tokens, and whether stored ones were left because computing them is faster."""
+        """Return the number of added tokens, and whether it skipped stored tokens because computing them is faster."""
         spans, ahead = await self._missing_chunks(request)
         if not spans:
             return 0, False
         prefill_seconds = request.hints.seconds_per_token * ahead
         if self._decision.computing_is_faster(prefill_seconds):
             self._record_bypass()
-            return 0, False  # it is unknown what the tier has
+            return 0, False  # the contents of the tier are unknown
         while (running := self._inflight_by_key.get(spans[0].key)) is not None:
-            # Another request fetches the same chunks. The result is matched later, unless that request was cancelled.
+            # Another request fetches the same chunks. The match will find them, unless that request was cancelled.
             limit = self._decision.wait_timeout(request.hints, prefill_seconds)
             await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
             if not running.done() or running.result():
@@ -126,7 +126,7 @@ class RemotePrefetcher:
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[_ChunkSpan], int]:
         """Return the prompt's chunks that are not stored.
 
-        Also returns the number of tokens that they would add. Returns no chunks if these are too few.
+        Also returns the number of tokens in these chunks. Returns no chunks if the tokens are too few for a lookup.
         """
         out: list[_ChunkSpan] = []
         parent, start, yield_timer = request.root, 0, YieldTimer()
@@ -159,7 +159,8 @@ class RemotePrefetcher:
         was_invalidated = lookup.invalidated
         if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return 0, False
-        # This lookup already has the epoch of after the deletion: the deletion just observed must not invalidate it.
+        # This lookup already read the epoch that the deletion set, so the deletion just observed must not invalidate
+        # it.
         lookup.invalidated = was_invalidated
         lookup.keys = frozenset(record.header.prefix_hash for record in found.leading)
         records = await self._verify_chain(request, spans, found.leading)
@@ -240,7 +241,7 @@ class RemotePrefetcher:
     def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
         """Count a prompt that is faster to compute.
 
-        Starts a measurement of the backend now and then, in the background.
+        From time to time it starts a measurement of the backend, in the background.
         """
         self.counters.bypassed += 1
         self._tier.demand.set()
@@ -273,7 +274,7 @@ class _Download:
     _done: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, tier: RemoteTier, room: asyncio.Semaphore) -> None:
-        """Hold a download slot until the payloads are inserted. Raises RemoteFailed."""
+        """Download the payloads, and keep a download slot until they are inserted. Raises RemoteFailed."""
         async with room:
             try:
                 self._payloads = await tier.read_payloads(self.group, _STALLED_SECONDS)
@@ -282,7 +283,7 @@ class _Download:
             await self.inserted.wait()
 
     async def wait_payloads(self, seconds: float) -> list[list[bytes] | None] | None:
-        """Return the payloads, which the caller then owns; None if they failed or are late."""
+        """Return the payloads, which the caller then owns; None if the download failed or is late."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._done.wait()
@@ -298,10 +299,10 @@ class _Downloads:
 
     @contextlib.contextmanager
     def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[_Download]]:
-        """Download groups in order; the end of the block cancels the remaining ones.
+        """Download groups in order; the end of the block cancels unfinished downloads.
 
-        Slots are granted in the order of requests. So the group that is inserted next has a slot, or gets one before
-        later groups, and prompts do not deadlock.
+        Download slots are granted in the order of requests. So the group that is inserted next always gets a slot
+        before later groups, and prompts do not deadlock.
         """
         downloads = [_Download(group) for group in groups]
         tasks = [asyncio.create_task(download.run(self._tier, self._slots)) for download in downloads]

@@ -9,14 +9,14 @@ The record, integers little-endian::
     uint64 XXH3-64 of the record's name and everything before
 
 The payload is compressed as in the durable tier (``durable/payload_codec.py``), then encrypted
-(``durable/encryption.py``), then split into parts. The encryption authenticates the name of a record or payload, so
-neither can replace another. The epoch says which deletions the writer knew: readers ignore a record whose epoch is not
-the tenant's present one.
+(``durable/encryption.py``), then split into parts. The encryption authenticates the name of a record or payload, so an
+attacker cannot exchange two records or payloads. The epoch says which deletions the writer knew: readers ignore a
+record whose epoch is not the tenant's current epoch.
 
-An epoch is 16 random bytes. A deletion replaces it. The lowest bit of its last byte is 1 if a deletion created the
-epoch, and 0 if the backend had none (at first, or after it lost its data). So a node that sees a new epoch with that
-bit knows of a deletion; a new epoch without it only says that the backend has lost data, and perhaps a deletion with
-it.
+An epoch is 16 random bytes. A deletion replaces it. The lowest bit of the last byte is 1 if a deletion created the
+epoch. It is 0 if a node created the epoch because the backend had none (at first, or after it lost its data). So a new
+epoch with that bit proves a deletion. A new epoch without that bit proves only that the backend has lost data, perhaps
+including a deletion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16
 MAX_PARTS = 4096
-# A header with the maximal number of tokens takes a third of it.
+# A header with the maximal number of tokens takes a third of this length.
 MAX_RECORD_BYTES = 64 << 10
 _MAX_UNIX_SECONDS = 1 << 40  # Unix seconds; in milliseconds they still fit into expiry notes
 _MAGIC = b"KVSR"
@@ -78,11 +78,10 @@ class RemoteRecord:
 
 
 def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | None:
-    """Combine the global epoch and a tenant's into the epoch of its records.
+    """Combine the global epoch and a tenant's epoch into the tenant's record epoch.
 
-    Returns None without the tenant's epoch: it was never set or is lost. No record is valid then, or records from
-    before a deletion would become valid again. The global epoch may be absent, since setting it removes the tenants'
-    epochs.
+    Returns None if the tenant's epoch was never set or is lost. Then no record is valid; otherwise records from before
+    a deletion would become valid again. The global epoch may be absent, since setting it removes the tenants' epochs.
     """
     if tenant is None:
         return None
@@ -91,7 +90,7 @@ def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | N
 
 
 def new_epoch(*, deletion: bool) -> bytes:
-    """Create a random epoch; a bit of it says whether a deletion made it."""
+    """Create a random epoch, with a bit that says whether a deletion made it."""
     drawn = secrets.token_bytes(EPOCH_BYTES)
     return drawn[:-1] + bytes([drawn[-1] & 0xFE | deletion])
 
@@ -108,7 +107,7 @@ def epoch_digest(epoch: bytes | None) -> bytes:
 
 @dataclass(frozen=True)
 class TenantEpochs:
-    """Epochs of one tenant in the remote backend; None for a missing one.
+    """Epochs of one tenant in the remote backend; None for a missing epoch.
 
     Each deletion of single chunks of the tenant replaces ``chunks_epoch``.
     """
@@ -128,7 +127,7 @@ def encode_payload(
 ) -> tuple[int, memoryview]:
     """Compress and encrypt a payload; return the codec and the stored bytes.
 
-    Heavy, mostly without the GIL.
+    Takes long, mostly without the GIL.
     """
     small = None if plane_compressor is None else plane_compressor.compress(header, payload)
     kind, plain = (payload_codec.RAW, payload) if small is None else (payload_codec.PLANES, memoryview(small))
@@ -140,7 +139,7 @@ def encode_payload(
 def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], target: memoryview) -> None:
     """Decode and verify a payload into ``target``. Raises InvalidRecord.
 
-    Heavy, mostly without the GIL.
+    Takes long, mostly without the GIL.
     """
     if sum(map(len, parts)) != entry.stored_length:
         raise InvalidRecord("its parts have another length than its record says")

@@ -1,8 +1,8 @@
 """Refill of a remote tier that lost its data, such as a Valkey that restarted empty.
 
-First, nodes have time to write lost deletions back. Then this node enqueues the chunks of its arena that it would
-have written, parents before children. Chunks that are only on disk follow at their next use, or by ``cache
-push``: a refill must not evict the chunks that prompts use.
+First, nodes have time to write lost deletions back. Then this node enqueues the chunks in its arena that its write mode
+selects, parents before children. Chunks that are only on disk follow at their next use, or with ``cache push``: a
+refill must not evict chunks that prompts use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cache_daemon.remote.write_behind import MAX_QUEUED_CHUNKS, WriteBehindQueue
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_list import ChunkList
 
-# Most chunks in the queue while a refill adds to it, so that new chunks find a place.
+# Maximal length of the queue while a refill adds chunks to it, so that the queue has space for new chunks.
 _MAX_PENDING_CHUNKS = MAX_QUEUED_CHUNKS // 4
 _LOOK_SECONDS = 0.25
 
@@ -31,10 +31,10 @@ class RemoteRefill:
 
     def __init__(self, listing: ChunkList, write_behind: WriteBehindQueue) -> None:
         self._listing, self._write_behind = listing, write_behind
-        self._due: dict[bytes, float] = {}  # when the refill of a tenant begins (monotonic)
+        self._due: dict[bytes, float] = {}  # tenant root -> time when its refill begins (monotonic)
         self._last_loss_at = -inf
         self._wake = asyncio.Event()
-        self.num_losses = 0  # times that the backend had lost data; losses within one grace period count once
+        self.num_losses = 0  # number of times that the backend lost data; losses within one grace period count once
 
     @property
     def num_tenants(self) -> int:

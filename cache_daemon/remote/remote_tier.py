@@ -34,18 +34,18 @@ from cache_daemon.remote.remote_record import (
     new_epoch,
 )
 
-# A timeout shorter than this says nothing about the backend.
+# A call that fails after a shorter timeout says nothing about the backend.
 _MIN_MEANINGFUL_SECONDS = 0.1
-# A read is hedged after this multiple of its estimated time, but not before the second value.
+# A read is hedged after the first value times its estimated time, but not before the second value in seconds.
 _HEDGE_FACTOR, _MIN_HEDGE_SECONDS = 3.0, 0.02
 # Maximal bytes of one call, so that no answer blocks the event loop for long.
 _CALL_BYTES = 4 << 20
-# Timeout of a write, or of the lookup before it; it grows with the bytes.
+# Timeout of a write and of the lookup before it: a constant, plus the time for the bytes at this speed.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MAX_CORRUPT_RECORDS = 256, 1024
 _MAX_EPOCH_BYTES = 256
 _TRIAL_SECONDS = 0.002
-# Records verified before other work runs on the event loop.
+# Number of records that are verified before other work runs on the event loop.
 _RECORDS_PER_SLICE = 32
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class RemoteCounters:
 class RecordLookup:
     """Valid records of a tenant, and its epochs.
 
-    ``records`` are in the requested order, None for missing ones.
+    ``records`` are in the requested order, with None for missing records.
     """
 
     records: list[RemoteRecord | None]
@@ -114,8 +114,8 @@ class RemoteTier:
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.latency, self.counters, self.hedged_reads = LatencyModel(), RemoteCounters(), HedgedReads(backend.lanes)
         self.demand = asyncio.Event()  # the circuit or the cost model has refused a caller
-        self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # roots and prefix hashes of records to remove
-        self.backend_generation = 0  # number of reconnects; at each the backend may have lost its data
+        self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # (root, prefix hash) of records to remove
+        self.backend_generation = 0  # number of reconnects; before each, the backend may have lost its data
 
     # ---- reading --------------------------------------------------------------------------------------------
 
@@ -159,11 +159,11 @@ class RemoteTier:
         ]
 
     async def read_global_epoch(self) -> bytes | None:
-        """Read the epoch of everything under the prefix. Raises RemoteFailed."""
+        """Read the global epoch. Raises RemoteFailed."""
         return (await self._read_small([self.key_schema.global_epoch_key]))[0]
 
     async def read_deletions_epoch(self) -> bytes | None:
-        """Read the value that each deletion replaces. Raises RemoteFailed."""
+        """Read the deletions epoch, which every deletion replaces. Raises RemoteFailed."""
         return (await self._read_small([self.key_schema.deletions_epoch_key]))[0]
 
     async def _read_small(self, names: Sequence[str]) -> list[bytes | None]:
@@ -186,14 +186,14 @@ class RemoteTier:
     async def read_payloads(self, entries: Sequence[RemoteRecord], seconds: float) -> list[list[bytes] | None]:
         """Read the payload parts of some records, a few megabytes in all.
 
-        None for a record with a missing part, for example one that the backend evicted. Raises RemoteFailed.
+        The result is None for a record with a missing part, which the backend may have evicted. Raises RemoteFailed.
         """
         names = [self._payload_keys(entry) for entry in entries]
         flat = [name for of_one in names for name in of_one]
         limits = [entry.max_part_bytes for entry in entries for _ in range(entry.num_parts)]
         size = sum(entry.stored_length for entry in entries)
         tried_until = time.monotonic() + seconds
-        # A lookup that has begun must complete, so it waits for the trial calls.
+        # The records were looked up already, so this read waits until the circuit admits another trial call.
         while self.reads.trials_full and time.monotonic() < tried_until:  # noqa: ASYNC110
             await asyncio.sleep(_TRIAL_SECONDS)
         found = await self._read(lambda lane: self.backend.get_many(flat, lane, limits), seconds, size)
@@ -206,7 +206,7 @@ class RemoteTier:
         return out
 
     def group_by_call(self, entries: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
-        """Group records, in order, by the limits of one call: records may claim many small parts."""
+        """Group records, in order, by the limits of one call. A record may have many small parts."""
         out: list[list[RemoteRecord]] = []
         size = parts = 0
         for entry in entries:
@@ -233,7 +233,7 @@ class RemoteTier:
     def reject(self, root: bytes, key: bytes, error: InvalidRecord) -> None:
         """Count an invalid record.
 
-        A corrupt one is removed later, or every lookup would read it.
+        A corrupt record is removed later; otherwise every lookup would read it again.
         """
         self.counters.rejected += 1
         if self.counters.rejected == 1:
@@ -257,7 +257,7 @@ class RemoteTier:
     # ---- writing --------------------------------------------------------------------------------------------
 
     async def store(self, batch: Sequence[EncodedChunk]) -> None:
-        """Write chunks, all payloads before any record. Raises RemoteFailed; some may then be stored."""
+        """Write chunks, all payloads before any record. Raises RemoteFailed; some chunks may then be stored."""
         parts: dict[int | None, list[Item]] = {}
         records: dict[int | None, list[Item]] = {}
         for out in batch:
@@ -277,14 +277,14 @@ class RemoteTier:
         self.counters.written_bytes += sum(len(out.stored) for out in batch)
 
     async def create_tenant_epoch(self, root: bytes) -> None:
-        """Create a tenant's epoch if it has none; one of several nodes wins. Raises RemoteFailed."""
+        """Create a tenant's epoch if it has none; if several nodes do so, one epoch stays. Raises RemoteFailed."""
         async with self._guarded(self.writes, _WRITE_SECONDS):
             await self.backend.put_if_absent(self.key_schema.tenant_epoch_key(root), new_epoch(deletion=False))
 
     async def create_deletions_epoch(self) -> None:
         """Create the deletions epoch, a random value, if the backend has none.
 
-        After the backend has lost its data, nodes therefore see another value. Raises RemoteFailed."""
+        So nodes see another value after the backend has lost its data. Raises RemoteFailed."""
         async with self._guarded(self.writes, _WRITE_SECONDS):
             await self.backend.put_if_absent(self.key_schema.deletions_epoch_key, new_epoch(deletion=False))
 
@@ -301,7 +301,7 @@ class RemoteTier:
         return (await self.find(root, [key], _WRITE_SECONDS)).records[0] is not None
 
     async def remove_corrupt(self) -> None:
-        """Remove queued records, which makes their parts unreachable. Raises RemoteFailed."""
+        """Remove queued records; no reader finds their parts then. Raises RemoteFailed."""
         while self.corrupt_records:
             some = list(self.corrupt_records)[:_PAGE]
             await self.remove([self.key_schema.record_key(root, key) for root, key in some])

@@ -1,7 +1,7 @@
 """Applies deletions of other nodes on this node, including those during its downtime.
 
-Each deletion replaces one small value in the backend, the deletions epoch. When a poll shows that it changed, the node
-reads the epochs of all tenants of which it has chunks.
+Each deletion replaces one small value in the backend, the deletions epoch. When a poll shows that this value changed,
+the node reads the epochs of all tenants of which it has chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Poll interval, the delay of the first poll, and the pause after a poll of all tenants as a multiple of its duration.
+# Poll interval; delay of the first poll; and the pause after a poll of all tenants, as a multiple of that poll's
+# duration.
 _POLL_SECONDS, _FIRST_POLL_SECONDS, _IDLE_FACTOR = 2.0, 0.25, 10.0
 _TENANTS_PER_READ = 128
 # If an epoch must be written back again within this time, two nodes contest it.
@@ -55,19 +56,19 @@ class TombstoneApplier:
         self._write_behind, self._deleter, self._lookups = write_behind, deleter, lookups
         self._index = deleter.tiers.index
         self.num_restored = 0  # deletions repeated because the backend had lost them
-        self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # changes to apply, with the time of observation
+        self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # change to apply -> time of its observation
         self._wake = asyncio.Event()
         self._last_poll: tuple[int, int, bytes | None] | None = None  # state at the last poll of all tenants
         self._unseen_tenants: dict[bytes, None] = {}  # tenants with chunks here whose epochs are unknown
         self._next_poll_at = 0.0
-        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; the global one under b""
+        self._written_back: dict[bytes, float] = {}  # time of the last write-back (monotonic), by root
         deleter.tiers.on_indexed.append(self._on_indexed)
         epochs.on_change.append(self.on_epoch_change)
 
     def _on_indexed(self, chunk: Chunk) -> None:
         """Poll a tenant when its first chunk is indexed.
 
-        Only a node that knows the epoch notices its change.
+        A node notices a deletion only if it knows the epoch from before.
         """
         if chunk.root not in self._epochs:
             self._unseen_tenants[chunk.root] = None
@@ -102,7 +103,7 @@ class TombstoneApplier:
                     await self._wake.wait()
 
     async def _forget_absent_tenants(self) -> None:
-        """Forget tenants that no longer have chunks on disk."""
+        """Forget tenants that no longer have chunks on this node."""
         yield_timer = YieldTimer()
         for root in self._epochs:
             if not self._index.page_of_root(root, b"", 1):
@@ -129,10 +130,10 @@ class TombstoneApplier:
         self._next_poll_at = time.monotonic() + _IDLE_FACTOR * (time.monotonic() - began)
 
     async def _deletions_epoch(self) -> bytes | None:
-        """Return the deletions epoch. A backend without one is new, or has lost its data, and gets one."""
+        """Return the deletions epoch. A backend without that epoch is new or has lost its data, and gets one."""
         epoch = await self._tier.read_deletions_epoch()
         if epoch is None and self._write_behind.is_writing:
-            with contextlib.suppress(RemoteFailed):  # polling needs no right or space to write
+            with contextlib.suppress(RemoteFailed):  # polling must work without the right or space to write
                 await self._tier.create_deletions_epoch()
                 epoch = await self._tier.read_deletions_epoch()
         return epoch
@@ -148,8 +149,8 @@ class TombstoneApplier:
                     break
             await self._poll_tenants(roots)
             after = roots[-1] if len(roots) == _TENANTS_PER_READ else None
-        # After the deletion of a tenant this node has none of its chunks: only the epoch shows that the backend lost
-        # the deletion.
+        # Tenants that were deleted have no chunks here, so the loop above skips them. Their epochs show whether the
+        # backend lost the deletion.
         deleted = [root for root in self._epochs.tenants_with_deletions() if not self._index.page_of_root(root, b"", 1)]
         for at in range(0, len(deleted), _TENANTS_PER_READ):
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
@@ -158,17 +159,17 @@ class TombstoneApplier:
         for root, epochs in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
             change = self._epochs.observe(root, epochs)
             self._unseen_tenants.pop(root, None)
-            # A lost deletion is written back first.
+            # A lost deletion must be written back before this node creates a new epoch.
             is_lost = change is EpochChange.NONE and self._epochs.is_epoch_lost(root, epochs)
             if is_lost and self._write_behind.is_writing:
-                with contextlib.suppress(RemoteFailed):  # else a write of one of its chunks creates it
+                with contextlib.suppress(RemoteFailed):  # else the next write of a chunk of the tenant creates it
                     await self._tier.create_tenant_epoch(root)
                     self._epochs.observe(root, (await self._tier.read_epochs([root]))[0])
 
     # ---- applying -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
-        """Apply scheduled deletions; those that need the backend come last and may fail."""
+        """Apply scheduled deletions; deletions that need the backend come last and may fail."""
         for (root, change), observed_at in sorted(
             self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True
         ):
@@ -185,7 +186,7 @@ class TombstoneApplier:
 
     async def _apply_chunk_deletions(self, root: bytes, observed_at: float) -> None:
         present = await tombstones.read_tombstones(self._tier, root)
-        async with self._write_behind.write_lock:  # afterwards the chunks of the running write are known to be stored
+        async with self._write_behind.write_lock:  # after the running write, whose chunks may be stored
             new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
             self._lookups.invalidate(root, new_keys)
             for key in sorted(new_keys):
@@ -204,8 +205,8 @@ class TombstoneApplier:
         """Write lost deletion epochs back, which invalidates older records.
 
         The backend gets the same epoch again, so nodes that know the deletion need not apply it. If two nodes
-        disagree about which epoch is later, each overwrites the other's; when this node finds its epoch lost a second
-        time within minutes, it creates a new deletion, which ends the conflict.
+        disagree about which epoch is later, each overwrites the other's; when this node finds its epoch lost again
+        within ten minutes, it writes a new deletion epoch, which ends the conflict.
         """
         async with self._write_behind.write_lock:
             global_only = TenantEpochs(await self._tier.read_global_epoch(), None, None)
@@ -232,7 +233,7 @@ class TombstoneApplier:
     async def _write_back_chunks(self, root: bytes, present: set[bytes], lacks_epoch: bool = False) -> None:
         """Write lost tombstones back.
 
-        ``present`` are the tombstones that the backend has, perhaps without their epoch.
+        ``present`` are the tombstones that the backend has. ``lacks_epoch`` says that the chunks epoch is lost.
         """
         missing = self._epochs.missing_tombstones(root, present)
         if not missing and not lacks_epoch:

@@ -1,8 +1,9 @@
 """Deletions in the remote tier: epochs, tombstones, and the queue that writes them.
 
 Deleting everything or a tenant replaces its deletion epoch, which invalidates older records. Deleting a chunk with its
-subtree leaves a tombstone per chunk, which only the deletion of the tenant removes: a node that was offline may have
-the chunk and return at any time. A tenant with too many tombstones is deleted as a whole, together with the tombstones.
+subtree leaves a tombstone per chunk. A tombstone stays until the tenant is deleted, because a node that was offline may
+return with the chunk at any time. A tenant with too many tombstones is deleted as a whole, together with the
+tombstones.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from cache_daemon.remote.remote_record import new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
 
 NOTE_PREFIX = b"remote-forget:"
-# Maximal number of pending deletions, per tenant and in all. The deletion of a tenant counts as one beside those of its
-# chunks. One caller may leave so many, and all callers that do not use the private socket, since they can name any
-# number of tenants.
+# Maximal number of pending deletions, per tenant and in all. The next two limits hold for one external caller and for
+# all external callers together, since they can name any number of tenants.
 MAX_PER_TENANT, MAX_DELETIONS = 256, 16384
 MAX_PER_CALLER, MAX_OF_CALLERS = MAX_DELETIONS // 4, MAX_DELETIONS * 3 // 4
 
@@ -44,7 +44,7 @@ async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
 
 
 async def purge(tier: RemoteTier, root: bytes) -> None:
-    """Announce an epoch that ``bump_epoch`` has replaced, and remove the invalid values.
+    """Announce an epoch that ``bump_epoch`` has written, and remove the values that it made invalid.
 
     Without ``root``, remove the tenants' epochs too. Raises RemoteFailed.
     """
@@ -59,9 +59,9 @@ async def purge(tier: RemoteTier, root: bytes) -> None:
 async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int, set[bytes]]:
     """Remove a chunk and its descendants, and leave tombstones.
 
-    Removes all payload parts that were ever written for them. Returns the number of chunks, and the tombstones. Raises
-    RemoteFailed. Scans the backend twice; the first scan remembers only the parent of each chunk and the existing
-    tombstones.
+    Removes all payload parts of these chunks, including parts of earlier writes. Returns the number of chunks, and the
+    tombstones. Raises RemoteFailed. Scans the backend twice; the first scan remembers only the parent of each chunk and
+    the existing tombstones.
     """
     names, begin = tier.key_schema, tier.key_schema.tenant_prefix(root)
     children: dict[bytes, list[bytes]] = {}
@@ -89,7 +89,7 @@ async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int
     async for page in tier.scan(begin):
         await tier.remove([name for name in page if names.hash_of_key(root, name) in deleted])
     await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in deleted])
-    # Written last, so that a node that polls it finds none of the records.
+    # The epoch is written last, so that a node that sees the new epoch finds none of the records.
     await tier.write([(names.chunks_epoch_key(root), new_epoch(deletion=True))], None)
     await announce(tier)
     return len(deleted & there), left
@@ -122,8 +122,8 @@ async def announce(tier: RemoteTier) -> None:
 class PendingDeletion:
     """A deletion of a chunk with its subtree, of a tenant, or of everything.
 
-    ``key`` is empty for a tenant; ``root`` is empty too for everything. ``is_known`` says that this node has the chunk,
-    so the backend may have its descendants even without the chunk itself.
+    ``key`` is empty for a tenant. ``key`` and ``root`` are empty for everything. ``is_known`` says that this node has
+    the chunk, so the backend may have its descendants even without the chunk itself.
     """
 
     root: bytes
@@ -138,12 +138,12 @@ class PendingDeletion:
 
 
 class DeletionQueue:
-    """Pending deletions: each once, in order, limited in number. Runs on the event loop."""
+    """Pending deletions: without duplicates, in order, limited in number. Runs on the event loop."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[tuple[bytes, bytes], PendingDeletion] = OrderedDict()
         self._roots: Counter[bytes] = Counter()
-        self._owners: Counter[Hashable] = Counter()  # without the private socket
+        self._owners: Counter[Hashable] = Counter()  # external callers only
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -174,7 +174,7 @@ class DeletionQueue:
             )
 
     def add(self, root: bytes, key: bytes, known: bool, owner: Hashable | None) -> PendingDeletion:
-        """Add a deletion, or return the pending one."""
+        """Add a deletion, or return an equal pending deletion."""
         old = self._waiting.get((root, key))
         if old is not None:
             old.is_known = old.is_known or known
@@ -197,7 +197,7 @@ class DeletionQueue:
     def finish(self, deletion: PendingDeletion, gone: int) -> bool:
         """Finish a deletion. Returns False if it is queued again.
 
-        That happens when it was requested again while it ran.
+        A deletion is queued again if it was requested again while it ran.
         """
         if not deletion.done.done():
             deletion.done.set_result(gone)
@@ -221,7 +221,7 @@ class DeletionWriter:
     """Executes this node's deletions in the remote backend.
 
     ``enqueue`` and ``restore_note`` add deletions; ``run_next`` executes the oldest one. A deletion is retried until it
-    succeeds, also after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the
+    succeeds, even after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the
     event loop.
     """
 
@@ -245,9 +245,9 @@ class DeletionWriter:
     def enqueue(self, root: bytes, key: bytes, *, is_known: bool, owner: Hashable | None = None) -> asyncio.Future[int]:
         """Delete a chunk with its subtree, a tenant without ``key``, everything without ``root``.
 
-        Returns a future of the number of chunks deleted, if known. ``is_known`` False makes it look up the chunk first.
-        ``owner`` is the caller whose limit counts, None on the private socket. Raises LimitExceeded, with nothing
-        changed.
+        Returns a future of the number of deleted chunks, if known. With ``is_known`` False the writer looks up the
+        chunk first. ``owner`` is the external caller whose limit counts; None on the private socket. Raises
+        LimitExceeded and then changes nothing.
         """
         self._queue.check(root, key, owner)
         return self._enqueue(root, key, is_known, owner)
@@ -276,8 +276,8 @@ class DeletionWriter:
                 gone, tombstones = await delete_subtree(self._tier, root, key)
                 self._epochs.record_own_tombstones(root, tombstones)
         else:
-            # Only once: records that other nodes write after it are valid, even if the removal of older ones is
-            # retried.
+            # Replace the epoch only once, even if the removal of older records is retried: records that other nodes
+            # write after the replacement are valid.
             if deletion.bumped_generation != self._tier.backend_generation:
                 await self._bump_epoch(deletion)
                 deletion.bumped_generation = self._tier.backend_generation
@@ -291,7 +291,7 @@ class DeletionWriter:
         """Invalidate all records of a tenant or, without ``root``, of everything.
 
         The new epoch replaces epochs of other nodes' deletions, so this node observes those deletions first. Retries
-        use the same epoch; otherwise this node would take its own epoch for another node's.
+        use the same epoch; otherwise this node would take the epoch of its first try for another node's deletion.
         """
         root, crossed = deletion.root, False
         deletion.epoch = deletion.epoch or new_epoch(deletion=True)

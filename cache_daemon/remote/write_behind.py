@@ -46,7 +46,7 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """Write mode, TTL and compression of the remote tier; ``ttl_seconds`` None sets no expiry."""
+    """Write mode, TTL and compression of the remote tier; ``ttl_seconds`` None means no expiry."""
 
     write: RemoteWrite
     ttl_seconds: int | None
@@ -58,7 +58,7 @@ class WriteBehindCounters:
     """Totals since the start."""
 
     dropped: int = 0  # chunks dropped because the queue was full or the write failed
-    withheld: int = 0  # times that a chunk was not enqueued because the backend had just lost its data
+    withheld: int = 0  # chunks not enqueued or written because the backend had just lost its data
 
 
 class WriteBehindQueue:
@@ -80,8 +80,8 @@ class WriteBehindQueue:
         self._tiers, self._tier, self._policy = tiers, tier, policy
         self._epochs, self._deletions, self._run_in_thread = epochs, deletions, run_in_thread
         self._plane_compressor = payload_codec.PlaneCompressor() if policy.compress else None
-        self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash, with the number of tries
-        self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # expiry in the backend (monotonic), by hash
+        self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # prefix hash -> chunk, number of tries
+        self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # key -> expiry in the backend (monotonic)
         self._backend_generation, self._num_in_flight = tier.backend_generation, 0
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self.write_lock = asyncio.Lock()
@@ -107,14 +107,14 @@ class WriteBehindQueue:
     def enqueue_used(self, chunks: Iterable[Chunk]) -> None:
         """Enqueue chunks that a prompt matched, parents before children.
 
-        A match is at least their second use.
+        A match is at least the second use of a chunk, so the mode "second-use" writes it.
         """
         if self.is_writing:
             for chunk in chunks:
                 self._enqueue(chunk)
 
     def enqueue_again(self, chunk: Chunk) -> bool:
-        """Enqueue a chunk that the write mode has selected before. Returns whether it did."""
+        """Enqueue a chunk again if the write mode selects it. Returns whether it is queued."""
         if not self.is_writing or (self._policy.write == "second-use" and not chunk.hits):
             return False
         self._enqueue(chunk)
@@ -132,7 +132,7 @@ class WriteBehindQueue:
         self.wake()
 
     def _on_epoch_change(self, root: bytes, change: EpochChange) -> None:
-        """Drop queued chunks that an earlier deletion or a loss of data concerns."""
+        """Drop queued chunks that may be deleted, or that predate a loss of data."""
         self._drop_queued_of(b"" if change is EpochChange.ALL_DELETED else root)
         if change is not EpochChange.CHUNKS_DELETED:
             self._stored_until.clear()
@@ -176,7 +176,7 @@ class WriteBehindQueue:
             self._stored_until.popitem(last=False)
 
     def _ttl_of(self, chunk: Chunk) -> int | None:
-        """Return the shortest TTL: the tier's, the tenant's, or the rest of the requests' TTL."""
+        """Return the shortest of the tier's TTL, the tenant's TTL, and the remaining TTL that requests set."""
         limits = [n for n in (self._policy.ttl_seconds, chunk.tenant.limits.ttl_seconds) if n is not None]
         if chunk.expires_at < inf:
             limits.append(chunk.expires_at - self._tiers.clock())
@@ -254,7 +254,7 @@ class WriteBehindQueue:
         try:
             await self._write(batch)
         except BaseException as error:
-            # The chunks return to the front; the try counts only if the call reached the backend.
+            # The chunks return to the front of the queue; the try counts only if the call reached the backend.
             more = 0 if isinstance(error, RemoteBusy) else 1
             for chunk in reversed(batch):
                 if (
@@ -285,7 +285,7 @@ class WriteBehindQueue:
     async def _write(self, batch: Sequence[Chunk], by_command: bool = False) -> tuple[list[Chunk], int]:
         """Write a batch. Returns the chunks written, and the number that already existed.
 
-        ``by_command`` writes are not withheld after the backend lost its data.
+        With ``by_command``, chunks are written even shortly after the backend lost its data.
         """
         root = batch[0].root
         parents = [c.parent_key for c in batch if not c.is_first]
@@ -333,7 +333,7 @@ class WriteBehindQueue:
         return chunk.indexed and chunk.arena_state is Residency.PRESENT and not is_from_before
 
     def _encode_work(self, chunks: Sequence[Chunk], mark: bytes) -> Callable[[], list[EncodedChunk]]:
-        """Return the encoding work for a thread; reads all mutable state before."""
+        """Return the encoding work for a thread; it uses no mutable state of the event loop."""
         jobs: list[tuple[ChunkHeader, Slot, int | None]] = []
         for chunk in chunks:
             assert chunk.slot is not None, "a resident has a slot"

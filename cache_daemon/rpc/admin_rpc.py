@@ -17,16 +17,16 @@ from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.servicer_base import ServicerBase
 
-# Token limit of a page with tokens, except for its first chunk. It bounds the stall of the event loop.
+# Token limit of a ``List`` page with tokens, which bounds the stall of the event loop. The first chunk may exceed it.
 _MAX_PAGE_TOKENS = 1 << 16
-# Time for the disk to write a pin.
+# Maximal time to wait until a pin is on disk.
 _WRITTEN_SECONDS = 5.0
 
 
 class AdminServicer(ServicerBase):
     """RPCs of operators and tenants.
 
-    A caller sees the tenants whose salts it may use; an operator sees all.
+    A caller sees the tenants whose salts it may use; an operator sees all tenants.
     """
 
     @unary
@@ -148,9 +148,10 @@ class AdminServicer(ServicerBase):
         return self._root(prefix, context), request_validation.check_hash("prefix_hash", prefix.prefix_hash)
 
     def _caller(self, context: Context, client: str) -> str:
-        """Return the name of the caller whose share of the pins counts; empty for the daemon's own user.
+        """Return the name of the caller whose pin limits apply; empty for the daemon's own user.
 
-        ``client`` is named by a gateway on the private socket. Raises InvalidRequest elsewhere.
+        ``client`` is the name that a gateway on the private socket sends for its client. Raises InvalidRequest for a
+        name on another listener.
         """
         caller = self.external_caller(context)
         if caller is None:

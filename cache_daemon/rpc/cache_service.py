@@ -29,8 +29,8 @@ class CacheService(SessionServicer, ChunkServicer, StreamServicer, AdminServicer
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
     """Add a servicer with lenient decoding of requests.
 
-    Its methods get UndecodableRequest for bytes that are no message or exceed a limit, and EncodedRequest for a large
-    message; they call ``decode_request``. They may return encoded bytes, which are sent unchanged.
+    Its methods get an UndecodableRequest for bytes that are no message or exceed a limit, and an EncodedRequest for a
+    large message; so they must call ``decode_request``. Methods may return encoded bytes, which are sent unchanged.
     """
     lenient: Any = _HandlerRegistrar(server)
     add_CacheServiceServicer_to_server(servicer, lenient)
@@ -43,7 +43,7 @@ class _HandlerRegistrar:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Ignore the call: generated code registers the same handlers by name, too."""
+        """Ignore the call: the generated code also registers the same handlers by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         lenient = {

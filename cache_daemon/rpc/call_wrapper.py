@@ -91,7 +91,7 @@ async def abort_call(name: str, error: BaseException, context: Context) -> None:
 def undo_if_cancelled(context: Context, undo: Callable[[], Any]) -> None:
     """Call ``undo`` if the client disconnects before it gets the response.
 
-    Without the response the client does not know the ids to release.
+    A client without the response does not know the ids that it must release.
     """
 
     def done(_: object) -> None:

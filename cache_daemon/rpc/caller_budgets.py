@@ -21,7 +21,7 @@ from cache_daemon.rpc import request_validation
 class CallerLimits:
     """Limits of one resource: in total, for external callers, and per external caller.
 
-    External callers are those that do not use the private socket.
+    A caller is external if it does not use the private socket.
     """
 
     total: int
@@ -29,7 +29,7 @@ class CallerLimits:
     per_caller: int
 
     def check(self, what: str, total: int, external: int, own: int, *, private: bool) -> None:
-        """Raise LimitExceeded if one more would exceed a limit."""
+        """Raise LimitExceeded if one more use of the resource would exceed a limit."""
         request_validation.check_capacity(what, total, self.total)
         if not private:
             request_validation.check_capacity(f"{what} of callers beyond the private socket", external, self.external)

@@ -176,7 +176,7 @@ class ChunkServicer(ServicerBase):
     async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
         """Build the response of a match.
 
-        Callers without shared memory get no offsets: the layout of the arena would reveal other tenants' chunks.
+        Callers without shared memory get no offsets, because offsets reveal the sizes of other tenants' chunks.
         """
         out = pb.MatchResponse(
             matched_tokens=result.matched_tokens,
@@ -208,7 +208,7 @@ class ChunkServicer(ServicerBase):
 def _remote_timeout(context: Context) -> float:
     """Return the seconds that a match may wait for the remote tier.
 
-    This is a share of the call's remaining deadline; the rest is for the answer.
+    This is a share of the time until the call's deadline; the remaining time is for the answer.
     """
     left = context.time_remaining()
     return _DEFAULT_REMOTE_SECONDS if left is None else max(0.0, left * _REMOTE_DEADLINE_SHARE)

@@ -1,7 +1,7 @@
 """Element counts of encoded messages, checked before a message is decoded.
 
-An element of a repeated field takes two bytes on the wire and up to 180 in memory, so the length of a message does not
-bound the memory for decoding it. The encoding is that of protocol buffers (protobuf.dev, "Encoding").
+An element of a repeated field may take two bytes on the wire and 180 bytes in memory, so the length of a message does
+not bound the memory for decoding it. The encoding is that of protocol buffers (protobuf.dev, "Encoding").
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LIMITS: dict[Descriptor, Mapping[str, int]] = {
 
 
 class _Field(NamedTuple):
-    """One field occurrence: bytes ``begin`` to ``end`` of the message, its value from ``value`` on."""
+    """One field occurrence: bytes ``begin`` to ``end`` of the message, of which the value begins at ``value``."""
 
     number: int
     wire_type: int
@@ -74,7 +74,7 @@ class ElementLimits:
         self._max_fields = repeated + _SPARE_FIELDS
 
     def pieces(self, data: bytes) -> Sequence[bytes]:
-        """Split a message into encodings of at most 256 KiB that merge to it.
+        """Split a message into pieces of at most 256 KiB, which decode and merge to the message.
 
         A field of bytes or text stays whole. Raises InvalidRequest beyond a limit, and for an invalid encoding.
         """
@@ -157,7 +157,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _count(data: bytes, field: _Field) -> int:
-    """Count the varints of a packed field: each ends with a byte below 128."""
+    """Count the varints of a packed field; each varint ends with a byte below 128."""
     raw = np.frombuffer(data, np.uint8, field.end - field.value, field.value)
     return int(np.count_nonzero(raw < 0x80))
 

@@ -12,7 +12,7 @@ from cache_daemon.rpc.request_decoder import decode_request
 from cache_daemon.rpc.request_validation import MAX_TOTAL, check_max
 
 _MISSED_HEARTBEATS = 3
-# Lower bound for short heartbeat intervals: a client that waits for a busy CPU is alive.
+# Lower bound of the timeout, for short heartbeat intervals: a client may be late because the CPU is busy.
 _MIN_TIMEOUT_SECONDS = 2.0
 
 
@@ -24,7 +24,7 @@ class Heartbeats:
         self.timeout_seconds = max(interval_ms * _MISSED_HEARTBEATS / 1000, _MIN_TIMEOUT_SECONDS)
 
     async def receive(self) -> pb.AttachRequest | None:
-        """Return the next message; None at the end. Raises TimeoutError when none arrives in time."""
+        """Return the next message; None at the end of the stream. Raises TimeoutError when it is late."""
         async with asyncio.timeout(self.timeout_seconds):
             return await decode_request(await anext(self._messages, None))
 

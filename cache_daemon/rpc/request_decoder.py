@@ -1,6 +1,6 @@
-"""Request decoding: checks large requests first, and reports invalid ones as InvalidRequest.
+"""Request decoding: checks large requests first; reports invalid requests as InvalidRequest.
 
-gRPC itself would answer an undecodable request with UNKNOWN.
+Without this decoder, gRPC would answer an undecodable request with UNKNOWN.
 """
 
 from __future__ import annotations

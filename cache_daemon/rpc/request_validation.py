@@ -26,7 +26,8 @@ MAX_STRING_BYTES = 4096
 # More than a session can reach, and far below the range of the store's counters.
 MAX_TOTAL = 1 << 48
 
-# External callers leave capacity for the private socket (workers of this host); one caller leaves some for others.
+# External callers leave capacity for the private socket, which the workers of this host use. One external caller leaves
+# capacity for other external callers.
 MAX_SESSIONS, MAX_EXTERNAL_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
@@ -52,7 +53,7 @@ def check_capacity(what: str, held: int, most: int) -> None:
 
 
 def check_hash(name: str, value: bytes, *, optional: bool = False) -> bytes:
-    """Raise InvalidRequest unless the value has the length of a hash."""
+    """Return a hash. Raises InvalidRequest unless it has the length of a hash."""
     if len(value) == keys.HASH_BYTES or (optional and not value):
         return value
     raise InvalidRequest(f"{name} has {len(value)} bytes; it must have {keys.HASH_BYTES}")
@@ -73,7 +74,7 @@ def check_descriptor(descriptor: NamespaceDescriptor) -> None:
 
 
 def check_headers(headers: Sequence[ChunkHeader]) -> None:
-    """Raise InvalidRequest for too many headers, or an invalid one."""
+    """Raise InvalidRequest for too many headers, or an invalid header."""
     check_max("the number of headers", len(headers), MAX_ITEMS)
     for header in headers:
         check_hash("parent_prefix_hash", header.parent_prefix_hash, optional=True)
@@ -125,7 +126,7 @@ def check_load_reports(request: pb.ReleaseRequest) -> Sequence[pb.LoadReport]:
 
 
 def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
-    """Return a name for each header, empty where the caller gave none. Raises InvalidRequest."""
+    """Return a name for each header; empty if the caller gave no name. Raises InvalidRequest."""
     if not names:
         return [b""] * headers
     if len(names) != headers:

@@ -81,7 +81,7 @@ class ServicerBase:
         return bool(self.memory_socket)
 
     def external_caller(self, context: Context) -> Principal | None:
-        """Return the caller whose own limits count; None on the private socket."""
+        """Return the caller to which per-caller limits apply; None on the private socket."""
         return None if self.private else self.principal_of(context)
 
     def stream(self, context: Context, kind: str, share: CallerLimits) -> AbstractContextManager[None]:

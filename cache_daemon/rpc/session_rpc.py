@@ -23,7 +23,7 @@ log = structlog.get_logger("cache_daemon")
 class SessionServicer(ServicerBase):
     """Sessions and reuse verdicts.
 
-    A session lives as long as its Attach stream; a missing heartbeat ends it.
+    A session lives as long as its Attach stream; missing heartbeats end both.
     """
 
     async def Attach(

@@ -71,7 +71,7 @@ class StreamServicer(ServicerBase):
         chunks = session.leased_chunks(request.lease_id, request.prefix_hashes)
         with self.stream(context, "Fetch", caller_budgets.STREAMS), self.store.acquire(session, chunks):
             for chunk in chunks:
-                self.session(context, request.session_id)  # stops when the session has ended or lost its rights
+                self.session(context, request.session_id)  # raises when the session has ended or lost its rights
                 await _send(context, chunk.header, await self.store.reader.leased(chunk))
 
     @unary
@@ -160,7 +160,7 @@ async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
 
 
 async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
-    """Return the first message of a stream. Raises InvalidRequest for a wrong or missing one."""
+    """Return the first message of a stream. Raises InvalidRequest if it is missing or lacks ``field``."""
     message = await _next(messages)
     if message is None or message.WhichOneof("message") != field:
         raise InvalidRequest(f"the first message of {call} must be {field}")
@@ -186,7 +186,7 @@ class _PayloadUpload:
         self._size = self._place().size_bytes
 
     def take(self, data: bytes) -> None:
-        """Append bytes. Raises InvalidRequest for too many, and for a message that is too large."""
+        """Append bytes. Raises InvalidRequest for more bytes than announced, and for a message that is too large."""
         request_validation.check_max("the size of a data message in bytes", len(data), request_validation.MESSAGE_BYTES)
         if self._at + len(data) > self._size:
             raise InvalidRequest(f"more than the announced {self._size} payload bytes were sent")

@@ -9,22 +9,22 @@ from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 
-# One allocation evicts at most this multiple of its size before it gives up looking for a contiguous slot.
+# One allocation evicts at most this multiple of its size; then it gives up, even without a contiguous slot.
 _MAX_EVICTED_FACTOR = 16
 _MIN_EVICTED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ArenaEvictor:
-    """Allocates arena slots, and evicts the eviction policy's victims for them."""
+    """Allocates arena slots, and evicts the policy's victims to make space."""
 
     tiers: TierManager
 
     def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
-        """Allocate an arena slot for a new payload, evicting as long as that helps.
+        """Allocate an arena slot for a new payload, evicting chunks if necessary.
 
-        Returns None when all remaining chunks are in use, pinned, or another tenant's. The caller passes the slot to
-        the tier manager's ``index_chunk``, ``finish_load`` or ``release_slot``.
+        Returns None when every remaining chunk is in use, pinned, or protected by another tenant's quota. The caller
+        passes the slot to the tier manager's ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
         if size_bytes > self.tiers.arena.size_bytes:
             return None
@@ -44,7 +44,7 @@ class ArenaEvictor:
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
         """Return True if a payload exceeds the tenant's arena quota.
 
-        Slots that are being filled count.
+        Slots that are still being filled count as used.
         """
         if tenant.limits.arena_bytes is None:
             return False

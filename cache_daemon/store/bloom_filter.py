@@ -11,7 +11,7 @@ from kvsidecar.cache.v1.cache_pb2 import IndexSummary
 
 from cache_daemon.store.chunk import Chunk
 
-# False positives: one prompt in ten with a million chunks, one in a thousand with a hundred thousand.
+# With a million chunks, one lookup in ten is a false positive; with 100,000 chunks, one in a thousand.
 SUMMARY_BYTES = 1 << 19
 _SATURATED = 0xFFFF
 
@@ -33,7 +33,7 @@ class CountingBloomFilter:
 
     def remove(self, chunk: Chunk) -> None:
         for n in self._bits(chunk):
-            if self._counts[n] == _SATURATED:  # a saturated counter does not know its value, so the bit stays
+            if self._counts[n] == _SATURATED:  # a saturated counter has lost its value, so the bit stays
                 continue
             self._counts[n] -= 1
             if not self._counts[n]:

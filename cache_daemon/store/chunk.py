@@ -21,7 +21,7 @@ class Residency(enum.Enum):
     """State of a chunk's payload in one tier."""
 
     ABSENT = enum.auto()
-    IN_FLIGHT = enum.auto()  # being read from, or written to, the tier: the slot must not be freed
+    IN_FLIGHT = enum.auto()  # being read from the tier, or written to it: the slot must not be freed
     PRESENT = enum.auto()
 
 
@@ -29,7 +29,7 @@ class ChunkSnapshot(NamedTuple):
     """A chunk's state at one time, cheaper to make than its protobuf message."""
 
     header: ChunkHeader
-    ids: bytes  # as in Chunk
+    ids: bytes  # as ``Chunk.ids``
     resident: bool
     durable: bool
     pinned: bool
@@ -37,7 +37,7 @@ class ChunkSnapshot(NamedTuple):
     hits: int
     stored_bytes: int
     idle_seconds: float
-    ttl_left_seconds: float  # until the TTL that requests set ends
+    ttl_left_seconds: float  # until the TTL that requests have set ends
 
     def info(self, *, with_tokens: bool = False) -> ChunkInfo:
         """Build the message of ``List`` and ``Watch``."""
@@ -94,16 +94,16 @@ class Chunk:
     leases: int = 0
     pins: int = 0
     is_retained: bool = False
-    anchors: int = 0  # running insertions of its children; see Insertion
+    anchors: int = 0  # number of running insertions of its children; see Insertion
     hits: int = 0
     last_used_at: float = 0.0  # seconds, on the store's clock
-    expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
-    retained_until: float = 0.0  # on the store's clock; wanted, see RetainedChunks
+    expires_at: float = inf  # end of the TTL that requests set, on the store's clock; see TtlIndex
+    retained_until: float = 0.0  # requested end of the retention, on the store's clock; see RetainedChunks
     group: str = ""  # see ChunkGroups
     low_priority: bool = False  # see TierQuotas
     stored_bytes: int = 0  # in the durable tier
     write_state: WriteState = field(default_factory=WriteState, repr=False)
-    load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
+    load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while arena_state is IN_FLIGHT
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
     # Copy of the header's field: Match reads it for every chunk that it finds.
     key: bytes = field(init=False)
@@ -140,7 +140,7 @@ class Chunk:
 
     @property
     def is_spared(self) -> bool:
-        """Return True if eviction must not remove the chunk."""
+        """True if eviction must not remove the chunk."""
         return self.pins > 0 or self.is_retained
 
     @property

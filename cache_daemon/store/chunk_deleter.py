@@ -22,7 +22,7 @@ from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Maximal time that a deletion waits for a disk that fails or hangs, and for one with many chunks to remove.
+# Maximal time that a deletion waits for a disk that fails or hangs, and for a working disk with many chunks to remove.
 _REMOVAL_TIMEOUT_SECONDS, _MAX_REMOVAL_SECONDS = 5.0, 30.0
 
 
@@ -30,16 +30,16 @@ class ChunkDeleter:
     """Deletes the chunks of one store."""
 
     def __init__(self, tiers: TierManager, ttl: TtlIndex, invalidate: Callable[[bytes, bytes, float], None]) -> None:
-        """Create the deleter; ``invalidate`` is called for every deletion, see ``Reservations.invalidate``."""
+        """Create the deleter; ``invalidate`` is ``Reservations.invalidate``, called for every deletion."""
         self.tiers, self._ttl, self._invalidate = tiers, ttl, invalidate
         self._listing = ChunkList(tiers.index)
 
     async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
         """Remove a chunk with its subtree, a tenant's chunks, or everything.
 
-        ``chunk`` None removes all chunks of the tenant, or with an empty ``root`` everything. Removes only chunks that
-        were inserted by ``before`` (monotonic), and their descendants. Invalidates earlier reservations. Returns the
-        number of chunks removed.
+        With ``chunk`` None it removes all chunks of the tenant or, if ``root`` is empty too, all chunks. Removes only
+        chunks that were inserted by ``before`` (monotonic), and their descendants. Invalidates earlier reservations.
+        Returns the number of chunks removed.
         """
         self._invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
@@ -54,8 +54,8 @@ class ChunkDeleter:
     async def await_disk_removal(self) -> AsyncIterator[None]:
         """At the end of the block, wait until the disk has removed the chunks.
 
-        Waits also if a chunk was not found, since it may have been deleted a moment ago. Raises StoreUnavailable when
-        the disk does not complete the removal in time.
+        Waits even if the block removed nothing, since another call may have removed the same chunk a moment ago. Raises
+        StoreUnavailable when the disk does not complete the removal in time.
         """
         try:
             yield

@@ -1,8 +1,9 @@
-"""Chunk groups: the chunks that one named session of a client stored and alone used.
+"""Chunk groups: chunks that only one named session of a client has used.
 
-A chunk joins the group of the request that stores it, and leaves it for good when a request of another group, or of
-none, uses it. So a release removes nothing that others used since. A group lasts as long as it has chunks, which bounds
-their number; after a restart of the daemon all chunks are without a group, and a release removes none of them.
+A chunk joins the group of the request that stores it. It leaves the group for good when a request of another group, or
+without a group, uses it. So the release of a group removes no chunk that others have used. A group exists as long as it
+has chunks, which bounds the number of groups. After a restart of the daemon no chunk has a group, so a release removes
+nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class ChunkGroups:
         tiers.on_unindexed.append(self._remove)
 
     def leave(self, chunk: Chunk) -> None:
-        """Take a chunk out of its group, because a request of another one, or of none, uses it."""
+        """Take a chunk out of its group, because a request outside the group uses it."""
         self._remove(chunk)
         chunk.group = ""
 
     async def release(self, root: bytes, group: str) -> int:
-        """Remove a group's chunks, children first, from arena and disk. Returns how many.
+        """Remove a group's chunks, children first, from arena and disk. Returns their number.
 
-        Chunks that are pinned or continued by others' chunks stay.
+        A chunk stays if it is pinned, or if a chunk outside the group continues it.
         """
         members = sorted(self._members.get((root, group), ()), key=lambda chunk: -chunk.end_position)
         removed, yield_timer = 0, YieldTimer()

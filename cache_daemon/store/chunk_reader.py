@@ -26,9 +26,10 @@ class ChunkReader:
 
     @contextlib.asynccontextmanager
     async def promoted(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload while a block runs; ``usage`` is that of an external caller.
+        """Lease a chunk's payload while a block runs; ``usage`` counts an external caller's leases.
 
-        Raises ArenaFull when the chunk cannot be promoted, LimitExceeded when the caller leases too much already.
+        Raises ArenaFull when the chunk cannot be promoted. Raises LimitExceeded when the caller already leases too
+        much.
         """
         lease = await self._lookup.acquire(chunk, usage)
         if lease is None or chunk.slot is None:

@@ -1,6 +1,6 @@
 """The chunk store: the facade over index, tiers, leases and persistence.
 
-Everything runs on one event loop, except copies and reads, which have their own threads. Invariants:
+Everything runs on one event loop, except copies and disk reads, which run on their own threads. Invariants:
 
 - The bytes that a reader sees were verified in the daemon's own copy, and do not change while they are leased.
 - A chunk is in the index exactly when it can be matched; its ancestors are in the index too.
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from cache_daemon.remote.bulk_transfer import TenantTransfer, TransferProgress
     from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
 
-# Share of the durable tier that may be pinned; without a durable tier, of the arena.
+# Share of the durable tier (without a durable tier: of the arena) that may be pinned.
 _MAX_PINNED_SHARE = 0.5
 
 log = structlog.get_logger("cache_daemon")
@@ -163,7 +163,7 @@ class ChunkStore:
             self.remote.restore_note(name, value)
 
     async def close(self) -> bool:
-        """Write all queued changes and close the tiers within 20 s. False when threads still wait for a disk."""
+        """Write all queued changes and close the tiers within 20 s. Returns False if threads wait for a disk."""
         shutdown = Shutdown()
         await self._upkeep.stop()
         for session in self.sessions:
@@ -171,7 +171,7 @@ class ChunkStore:
         if self.remote is not None:
             await self.remote.close()
         if self._persistence is not None and self._writer is not None:
-            with contextlib.suppress(TimeoutError):  # the last use of chunks written meanwhile is stored, too
+            with contextlib.suppress(TimeoutError):  # to store the last use of chunks that were written meanwhile, too
                 async with asyncio.timeout(0 if self._writer.hung else shutdown.to_settle):
                     await self._commit.wait_idle()
                     await self._persistence.finish()
@@ -245,7 +245,7 @@ class ChunkStore:
         return LeaseGuard(chunks, self.tiers.on_released, session.usage)
 
     def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:
-        """Release leases; unknown ones are ignored. Returns the number of known ones."""
+        """Release leases; unknown ids are ignored. Returns the number of released leases."""
         known = [lease for i in lease_ids if (lease := session.leases.pop(i, None)) is not None]
         for lease in known:
             lease.release()
@@ -261,30 +261,30 @@ class ChunkStore:
     def pin(self, root: bytes, prefix_hash: bytes, caller: str = "") -> int:
         """Exempt a prefix from eviction. Returns its number of chunks. Raises ChunkNotFound, QuotaExceeded.
 
-        ``caller`` is the name of an external caller, whose own limits count.
+        ``caller`` is the name of an external caller, whose limits then apply.
         """
         return self._pins.add(self.find(root, prefix_hash), caller)
 
     def unpin(self, root: bytes, prefix_hash: bytes, caller: str = "") -> int:
-        """End one pin, the caller's own if it has one. Returns the prefix's number of chunks. Raises ChunkNotFound."""
+        """End one pin, preferably the caller's own. Returns the prefix's number of chunks. Raises ChunkNotFound."""
         return self._pins.remove(root, prefix_hash, caller)
 
     async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
         Without ``prefix_hash`` it deletes the tenant's chunks; if ``root`` is empty as well, everything. ``owner`` is
-        the caller whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
-        StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
-        deleted on this node all the same.
+        the external caller whose limits apply; None on the private socket. Returns the number of deleted chunks. Raises
+        ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions wait for the remote tier. Even then,
+        the chunks are deleted on this node.
         """
         found = self.tiers.index.get(prefix_hash)
-        if found is None:  # the chunk may be reserved
+        if found is None:  # the chunk may be reserved only
             self._reservations.invalidate(root, prefix_hash)
         async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
                 return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
             there: asyncio.Future[int] | LimitExceeded
-            try:  # from now on no fetch reads it
+            try:  # from now on no fetch reads the chunks
                 there = self.remote.delete(root, prefix_hash, is_known=found is not None, owner=owner)
             except LimitExceeded as error:
                 there = error

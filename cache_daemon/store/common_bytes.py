@@ -8,7 +8,7 @@ from kvsidecar.keys import TOKEN_BYTES
 from sortedcontainers import SortedDict
 
 T = TypeVar("T")
-_FIRST_BLOCK = 64  # bytes; each next block has twice as many
+_FIRST_BLOCK = 64  # bytes; each further block is twice as long
 
 
 def common_bytes(a: bytes, b: bytes, width: int = TOKEN_BYTES) -> int:

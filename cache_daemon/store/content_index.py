@@ -29,7 +29,7 @@ class ContentIndex:
     def find(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
         """Return a chunk with these tokens after any prefix.
 
-        Prefers one in memory, else the newest.
+        Prefers a chunk in the arena; among equals, the newest.
         """
         same = self._chunks.get(content_hash)
         if same is None:

@@ -16,7 +16,7 @@ _HEARTBEAT_FIELDS = ("matches", "requested_tokens", "prompts", "prompt_tokens", 
 class Counters:
     """Monotonic totals, named as in StatsResponse.
 
-    They do not overflow; the protobuf contains them modulo 2^64.
+    The totals do not overflow here; StatsResponse contains them modulo 2^64.
     """
 
     matches: int = 0

@@ -12,10 +12,10 @@ from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.tier_quotas import TierQuotas
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Eviction continues to this share of the budget, so that it does not run at every write. If the disk is full although
-# usage is below the budget, it continues to the lower share.
+# Eviction stops at the first share of the budget, so that it does not run at every write. If the disk is full although
+# usage is below the budget, eviction stops at the second share of the current usage.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
-# Extra evictions in one slice on the event loop: about 4 ms.
+# Maximal number of background evictions before other work runs on the event loop; they take about 4 ms.
 _MAX_EXTRA_EVICTIONS = 64
 
 log = structlog.get_logger("cache_daemon")
@@ -26,7 +26,7 @@ class DiskEvictor:
 
     def __init__(self, tiers: TierManager, quotas: TierQuotas, budget_bytes: int) -> None:
         self._tiers, self.quotas, self.budget_bytes = tiers, quotas, budget_bytes
-        # Bytes that the tier held when the disk was full although the budget was not.
+        # Limit and eviction target of the tier; the limit is lower than the budget while the disk is full.
         self._max_bytes = self._target_bytes = float(budget_bytes)
 
     def has_space(self, chunk: Chunk, size_bytes: int) -> bool:
@@ -83,7 +83,7 @@ class DiskEvictor:
                 await yield_timer.maybe_yield()
 
     def _shrink_some(self) -> None:
-        """Shrink the tier in slices, between which other work runs."""
+        """Evict some chunks, and schedule this method again if more must be evicted."""
         if self._shrink_once(_MAX_EXTRA_EVICTIONS):
             asyncio.get_running_loop().call_soon(self._shrink_some)
 

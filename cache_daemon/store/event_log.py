@@ -14,7 +14,7 @@ from cache_daemon.store.chunk import ChunkSnapshot
 
 MAX_EVENTS = 10_000
 _ALL = b""
-# Number of tenants whose last event number is kept after their last event was dropped.
+# Maximal number of tenants whose last event number is kept, even after the log dropped their events.
 _MAX_ROOTS = 100_000
 
 
@@ -27,14 +27,14 @@ class _Event:
 
 
 class EventLog:
-    """Events, numbered from 1 without gaps: over all tenants, and for each tenant root.
+    """Events with two numbers, each from 1 without gaps: over all tenants, and per tenant root.
 
-    It keeps the last ``MAX_EVENTS``.
+    The log keeps the last ``MAX_EVENTS`` events.
     """
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self._last_number: Counter[bytes] = Counter()  # b"" counts all
+        self._last_number: Counter[bytes] = Counter()  # by root; b"" counts all events
         self._events: dict[bytes, deque[_Event]] = {_ALL: deque()}
         self._changed = asyncio.Event()
 
@@ -61,10 +61,11 @@ class EventLog:
     async def follow(
         self, epoch: int, after: int, root: bytes = _ALL, *, with_tokens: bool = False
     ) -> AsyncIterator[WatchResponse]:
-        """Yield the events after a number, then new ones as they arrive.
+        """Yield the events after a number, then new events as they arrive.
 
-        Yields all events, or those of one ``root``, by that root's own numbers. Raises EventsLost when events after the
-        number were dropped, InvalidRequest for a number that no event had yet.
+        Yields all events or, with ``root``, the events of that root; then ``after`` is a number of that root. Raises
+        EventsLost when events after ``after`` were dropped. Raises InvalidRequest for a number that no event has had
+        yet.
         """
         if epoch == 0:
             after = self._last_number[root]
@@ -80,7 +81,7 @@ class EventLog:
         while True:
             changed, due = self._changed, self._last_number[root] - after
             kept = self._events.get(root, ())
-            # Below 0: the tenant was forgotten meanwhile, and its numbers restart.
+            # Negative: the tenant was forgotten meanwhile, and its numbers restarted at 1.
             if not 0 <= due <= len(kept):
                 raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
             for event in [kept[i] for i in range(-due, 0)]:

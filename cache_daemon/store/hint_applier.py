@@ -41,7 +41,7 @@ class HintApplier:
         self._share(chunk, hints.group, hints.low_priority)
 
     def record_continuation(self, chunk: Chunk | None, hints: ChunkHints) -> None:
-        """Apply the hints of a chunk to its parent and further ancestors, which live as long."""
+        """Apply the hints of a chunk to its ancestors, which must live as long as the chunk."""
         if chunk is not None:
             self.ttl.extend(chunk, hints.expires_at)
         while chunk is not None:
@@ -49,14 +49,14 @@ class HintApplier:
             chunk = self.tiers.parent_of(chunk)
 
     def leave_groups(self, chunk: Chunk | None) -> None:
-        """Take a chunk and its ancestors out of their groups, because something other than a request reads them."""
+        """Take a chunk and its ancestors out of their groups, because a caller without a group reads them."""
         while chunk is not None:
             if chunk.group:
                 self.groups.leave(chunk)
             chunk = self.tiers.parent_of(chunk)
 
     def inherit(self, chunk: Chunk, old: Chunk) -> None:
-        """Apply the hints of a chunk to the longer sibling that supersedes it."""
+        """Apply the hints of ``old`` to ``chunk``, the longer sibling that supersedes it."""
         self.record_use(chunk, ChunkHints(old.expires_at, old.retained_until, old.group, old.low_priority))
 
     def _share(self, chunk: Chunk, group: str, low_priority: bool) -> None:

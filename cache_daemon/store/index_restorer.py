@@ -59,7 +59,7 @@ class IndexRestorer:
         tiers = self.inserter.tiers
         tenant = tiers.accounts.account_of(item.header.tenant)
         used_at = min(now, item.last_use / 1000)
-        if not item.last_use:  # stored shortly before a crash: its recency is persisted from now on
+        if not item.last_use:  # stored shortly before a crash, without a recency record: persist one
             used_at = tiers.unsaved_recency[item.header.prefix_hash] = now
         return Chunk(
             item.header,

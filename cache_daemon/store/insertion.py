@@ -1,8 +1,8 @@
 """Insertion of verified chunks: the only path into the index.
 
-Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for durable chunks, in
-``ChunkInserter.restore``. So a chunk is indexed once, after its parent, even if several callers insert the same chunk;
-and no chunk of a group is evicted for the next one.
+Commit, remote fetch and bulk transfer call ``Insertion.insert``; a restart calls ``ChunkInserter.restore`` for each
+durable chunk. So a chunk is indexed once, after its parent, even if several callers insert the same chunk. And no chunk
+of a group is evicted to make space for the next chunk of that group.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NewChunk:
     tenant: TenantAccount
     slot: Slot
     hints: ChunkHints
-    invalidated: bool = False  # a deletion since the reservation concerns it
+    invalidated: bool = False  # a deletion since the reservation includes this chunk
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ChunkInserter:
     def parent_is_live(self, root: bytes, parent_key: bytes, start: int) -> bool:
         """Return True if a chunk's parent is indexed, ends at ``start`` and will stay.
 
-        False if the parent was evicted or superseded meanwhile.
+        Returns False if the parent was evicted or superseded meanwhile.
         """
         if parent_key == root:
             return start == 0
@@ -98,8 +98,8 @@ class ChunkInserter:
 class Insertion:
     """A group of chunks being inserted.
 
-    Until it is closed, no chunk that it has inserted or found, and none of their parents, is evicted; they may leave
-    the arena once they are durable. Runs on the event loop.
+    Until it is closed, the chunks that it has inserted or found, and their parents, stay in the store; durable chunks
+    may leave the arena. Runs on the event loop.
     """
 
     inserter: ChunkInserter
@@ -122,8 +122,8 @@ class Insertion:
     def insert(self, new_chunks: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
         """Index chunks, parents before children, and queue them for the durable tier.
 
-        Takes ownership of the slots, and frees those of chunks that it does not insert. ``delay_persist`` says that a
-        request waits for more of the group; the chunks are then written a moment later.
+        Takes ownership of the slots, and frees the slots of chunks that it does not insert. ``delay_persist`` says that
+        a request waits for more chunks of the group; the inserted chunks are then written a moment later.
         """
         return [self._insert(new_chunk, delay_persist) for new_chunk in new_chunks]
 

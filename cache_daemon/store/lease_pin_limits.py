@@ -1,7 +1,7 @@
-"""Limits of the chunks that a caller may lease or pin, with their use.
+"""Limits on leased or pinned chunks per caller, with the current usage.
 
-External callers are those that do not use the private socket. Each of them, and all of them together, may use a share
-of a budget, so that one caller can neither hold the arena nor take all pins.
+A caller is external if it does not use the private socket. Each external caller may use one share of a budget, and all
+external callers together a larger share. So one caller can neither lease the whole arena nor use all pins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cache_daemon.store.chunk import Chunk
 
 
 class LeasePinLimit:
-    """Distinct chunks that one caller leases or pins, and the bytes that these may have.
+    """Distinct chunks that one caller leases or pins, with a limit on their bytes.
 
     ``whole`` is the limit of all external callers together, which includes this one.
     """
@@ -34,7 +34,7 @@ class LeasePinLimit:
         return iter(self._uses)
 
     def add(self, chunk: Chunk, times: int = 1) -> None:
-        """Count more uses of a chunk; ``times`` below 0 ends uses."""
+        """Count ``times`` more uses of a chunk; a negative number ends uses."""
         if chunk not in self._uses:
             self._count(chunk, 1)
         self._uses[chunk] += times
@@ -48,7 +48,7 @@ class LeasePinLimit:
             self.whole.add(chunk, by)
 
     def num_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Return how many leading chunks can be added within the limits."""
+        """Return the number of leading chunks that can be added within the limits."""
         free = self._free_bytes
         for n, chunk in enumerate(chunks):
             if chunk not in self._uses:
@@ -69,7 +69,7 @@ class LeasePinLimit:
 
 
 class LeasePinLimits:
-    """Limits of all external callers, by caller; a caller without uses is forgotten."""
+    """Limits of all external callers, by caller; keeps no entry for a caller without uses."""
 
     def __init__(self, external_bytes: int, caller_bytes: int, size_of: Callable[[Chunk], int]) -> None:
         self._caller_bytes, self._size_of = caller_bytes, size_of
@@ -77,7 +77,7 @@ class LeasePinLimits:
         self._of: WeakValueDictionary[Hashable, LeasePinLimit] = WeakValueDictionary()
 
     def of(self, caller: Hashable) -> LeasePinLimit:
-        """Return the limit of a caller, with its use."""
+        """Return the limit and usage of a caller."""
         found = self._of.get(caller)
         if found is None:
             found = self._of[caller] = LeasePinLimit(self._caller_bytes, self._size_of, self._whole)

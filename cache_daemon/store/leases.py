@@ -1,4 +1,4 @@
-"""Leases: chunks that are read are neither moved nor freed until they are released, or their lease expires."""
+"""Leases: a leased chunk is neither moved nor freed until its release or expiry."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, MutableMapping, Sequence
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lease_pin_limits import LeasePinLimit
 
-# Expiry of leases of sessions that share no memory.
+# Time after which leases of sessions without shared memory expire.
 LEASE_SECONDS = 60.0
 
 
 class LeaseGuard:
-    """Keeps chunks' slots from being moved, reused or freed until ``release``.
+    """Lease of chunks, whose slots are neither moved, reused nor freed until ``release``.
 
-    ``on_released`` is called with every chunk whose last lease ended. ``usage`` counts the chunks of an external
+    ``on_released`` is called with every chunk whose last lease ended. ``usage`` counts the leased chunks of an external
     caller.
     """
 
@@ -42,7 +42,7 @@ class LeaseGuard:
         self.chunks.extend(chunks)
 
     def retain_only(self, wanted: Sequence[Chunk]) -> None:
-        """Release all chunks but ``wanted``, which must be among the leased ones."""
+        """Release all chunks except ``wanted``, which must be leased chunks."""
         if len(wanted) == len(self.chunks):
             return
         kept = set(map(id, wanted))
@@ -65,7 +65,7 @@ class LeaseGuard:
 
 
 def expire(leases: MutableMapping[bytes, LeaseGuard], older_than_seconds: float = LEASE_SECONDS) -> None:
-    """Release a session's leases that are older, and remove them."""
+    """Release and remove the leases that are older than ``older_than_seconds``."""
     before = time.monotonic() - older_than_seconds
     for lease_id in [key for key, lease in leases.items() if lease.acquired_at < before]:
         leases.pop(lease_id).release()

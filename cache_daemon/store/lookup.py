@@ -1,6 +1,6 @@
 """Lookup: longest prefix match and content match, with leases on the matched chunks.
 
-Requests wait for it before their first token, so slow bookkeeping happens after the answer.
+Requests wait for a lookup before their first token, so slow bookkeeping happens after the response.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from cache_daemon.store.sessions import Session
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Chunks handled before other work runs on the event loop.
+# Number of chunks handled before other work runs on the event loop.
 _SLICE = 128
-# The eviction policies learn of uses after the answer was sent, in batches small enough not to delay the next request.
+# The eviction policies get the uses after the response was sent, in batches that are too small to delay the next
+# request.
 _TOUCH_AFTER_SECONDS, _MAX_TOUCHES = 0.002, 32
 
 log = structlog.get_logger("cache_daemon")
 
-# Windows tried for one prompt.
+# Maximal number of windows that are tried for one prompt.
 _MAX_WINDOW_TRIES = 4
 
 # Ranges of a prompt, each ``(start, tokens)``.
@@ -50,7 +51,7 @@ class FetchHints:
     """Limits of a fetch from the remote tier; without ``chunk_ends`` nothing is fetched.
 
     ``chunk_ends`` are the ascending ends of the prompt's chunks in tokens, ``seconds_per_token`` is the caller's
-    prefill cost (0: unknown), and ``timeout_seconds`` is the longest time that it waits.
+    prefill cost (0: unknown), and ``timeout_seconds`` is the longest time that the caller waits.
     """
 
     chunk_ends: Sequence[int] = ()
@@ -62,9 +63,9 @@ class FetchHints:
 class MatchResult:
     """Longest stored prefix and content matches, under one lease.
 
-    The prefix starts after ``passed_tokens``, which are outside the window. ``contents`` are ``(start, match)`` with
-    the position in the prompt. ``fetched_tokens`` were fetched from the remote tier, which took ``fetch_ms``.
-    ``load_slower`` as in ``FetchResult``.
+    The prefix starts after ``passed_tokens``, which are outside the window. ``contents`` are pairs ``(start, match)``;
+    ``start`` is the position in the prompt. ``fetched_tokens`` is the number of tokens fetched from the remote tier, in
+    ``fetch_ms``. ``load_slower`` is ``FetchResult.load_slower``.
     """
 
     matches: tuple[MatchedChunk, ...]
@@ -79,7 +80,7 @@ class MatchResult:
 
     @property
     def matched_tokens(self) -> int:
-        """Tokens of the prefix, including those outside the window."""
+        """Tokens of the prefix, including tokens outside the window."""
         return self.passed_tokens + sum(m.tokens for m in self.matches)
 
 
@@ -114,11 +115,11 @@ class Lookup:
         ``contents`` that ends after the prefix. With a ``window``, leases only the chunks of the prefix that contain
         one of its last ``window`` tokens. ``hints`` apply to all matched chunks.
 
-        A chunk that cannot be promoted (corrupt, arena full) ends the prefix without an error; so does one that exceeds
+        The prefix ends, without an error, before a chunk that cannot be promoted (corrupt, arena full) or that exceeds
         an external caller's share of the arena. Raises UnknownSession when the session ended meanwhile. A cancelled
-        caller holds no leases.
+        caller keeps no leases.
         """
-        limit: int | None = None  # the prefix ended before its window: try another window, then none
+        limit: int | None = None  # if the prefix ends before its window, try another window, and at last no window
         for _ in range(_MAX_WINDOW_TRIES):
             result, limit = await self._match(session, root, ids, contents, window, hints, limit)
             if result is not None:
@@ -137,9 +138,9 @@ class Lookup:
         hints: PromptHints,
         limit: int | None,
     ) -> tuple[MatchResult | None, int]:
-        """Match at most ``limit`` tokens. Returns the result and its end.
+        """Match at most ``limit`` tokens. Returns the result and the end of the prefix.
 
-        The result is None when the prefix ends before the position for which the window was chosen.
+        The result is None when the usable prefix is shorter than the prefix for which the window was chosen.
         """
         known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
@@ -185,7 +186,7 @@ class Lookup:
     async def acquire(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> LeaseGuard | None:
         """Lease one chunk in the arena; None when it cannot be promoted.
 
-        ``usage`` is that of an external caller. Raises LimitExceeded when it leases too much already.
+        ``usage`` counts an external caller's leases. Raises LimitExceeded when the caller already leases too much.
         """
         if usage is not None and not usage.num_fitting([chunk]):
             raise LimitExceeded(
@@ -221,9 +222,10 @@ class Lookup:
         return found
 
     def _drop_other_layout(self, session: Session, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """Reject and remove chunks of another layout than the session's.
+        """Return nothing for a match with another layout than the session's, and remove its chunks.
 
-        An archive may have claimed their root, which cannot be verified. All valid chunks of a root have one layout.
+        An imported archive may claim any root for its chunks, which cannot be verified. All valid chunks of a root have
+        the same layout.
         """
         if not found or Geometry.of(found[0].chunk.header) == session.geometry:
             return found
@@ -250,7 +252,7 @@ class Lookup:
 
     @staticmethod
     def _num_leasable(session: Session, chunks: Sequence[Chunk]) -> int:
-        """Return how many leading chunks the session's caller may lease."""
+        """Return the number of leading chunks that the session's caller may lease."""
         return len(chunks) if session.usage is None else session.usage.num_fitting(chunks)
 
     @staticmethod
@@ -277,7 +279,7 @@ class Lookup:
         counts.content_tokens += sum(m.tokens for _, m in content_matches)
 
     def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
-        """Count a use now; tell the eviction policies after the answer."""
+        """Count a use now; tell the eviction policies after the response."""
         self._tiers.record_use((*path, *contents), self._tiers.clock(), is_hit=True)
         if not self._pending_touches:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._apply_some_touches)

@@ -22,7 +22,7 @@ class LossCause(enum.Enum):
     ARENA_QUOTA = enum.auto()
     DISK_QUOTA = enum.auto()
     ENTRY_QUOTA = enum.auto()
-    RELEASED = enum.auto()  # its session ended
+    RELEASED = enum.auto()  # the chunk's group was released
 
     @property
     def event(self) -> EventType.ValueType:
@@ -35,7 +35,7 @@ _DELETIONS = frozenset({LossCause.SUPERSEDED, LossCause.DELETED, LossCause.CORRU
 
 @dataclass(frozen=True, slots=True)
 class LostChunk:
-    """A chunk that was removed, or that the store refused. ``ids`` as in Chunk."""
+    """A chunk that was removed, or that the store refused. ``ids`` is ``Chunk.ids``."""
 
     tenant: TenantAccount
     parent_key: bytes

@@ -1,7 +1,7 @@
 """Writes chunks to the durable tier: supersession, retries, recency.
 
-The durable tier is always closed under parents: a chunk is queued only after its parent, and superseded chunks are
-removed in the transaction that stores their successor. So after any crash the stored chunks are complete, and no
+The durable tier is always closed under parents: a chunk is queued only after its parent, and a superseded chunk is
+removed in the transaction that stores the longer chunk. So after any crash the stored chunks are complete, and no
 durable token is lost.
 """
 
@@ -24,9 +24,9 @@ from cache_daemon.store.tier_manager import TierManager
 
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _MAX_RETRIES_IN_FLIGHT = 256
-# Delay of persist_delayed: until then the fetching request can use the cores.
+# Delay of ``persist_delayed``, in which the fetching request can use the cores.
 _DELAY_SECONDS = 1.0
-# Size of a stored header and its index entries, beside up to five bytes per token.
+# Size of a stored header and its index entries, without the token ids (up to five bytes per token).
 _HEADER_BYTES = 1024
 
 log = structlog.get_logger("cache_daemon")
@@ -38,13 +38,14 @@ class Persistence:
     def __init__(self, tiers: TierManager, evictor: DiskEvictor, writer: GroupCommitWriter) -> None:
         self._tiers, self.evictor, self._writer = tiers, evictor, writer
         self._in_flight = 0
-        # Chunks in the arena only, oldest first: their write failed, or the budget does not admit them.
+        # Chunks that are only in the arena, oldest first: in ``_failed`` because a write failed, in ``_not_admitted``
+        # because the budget does not admit them.
         self._failed: dict[Chunk, None] = {}
         self._not_admitted: dict[Chunk, None] = {}
         self._delayed: dict[Chunk, None] = {}  # see persist_delayed
         self._timer: asyncio.TimerHandle | None = None
         self._progress_event = asyncio.Event()
-        self._full_since, self._full_at = 0.0, float("-inf")  # of a full disk
+        self._full_since, self._full_at = 0.0, float("-inf")  # when the disk became full, and when it was last full
         tiers.on_unindexed.append(self._on_unindexed)
 
     def discard(self, key: bytes) -> None:
@@ -85,10 +86,10 @@ class Persistence:
         )
 
     def persist_delayed(self, chunk: Chunk) -> None:
-        """Like persist(), delayed by 1 s.
+        """Queue a chunk like ``persist``, but 1 s later.
 
-        For chunks fetched from the remote tier, so that compressing them does not compete with the request that is
-        still fetching.
+        Chunks from the remote tier use it, so that compressing them does not compete with the request that still
+        fetches.
         """
         self._delayed[chunk] = None
         if self._timer is None:
@@ -106,7 +107,7 @@ class Persistence:
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
         """Let ``chunk`` replace a childless sibling that is a prefix of it.
 
-        This happens at once if the sibling is not durable, else as soon as the chunk is durable.
+        The sibling is removed at once if it is not durable; otherwise when ``chunk`` is durable.
         """
         if old.disk_state is Residency.ABSENT:
             self._tiers.remove_subtree(old, LossCause.SUPERSEDED)
@@ -115,7 +116,7 @@ class Persistence:
             chunk.write_state.supersedes.append(old)
 
     def retry_used(self, chunks: Iterable[Chunk]) -> None:
-        """Retry chunks that were used and are not on disk: the tier may now admit them."""
+        """Retry used chunks that are not on disk, because the tier may admit them after a use."""
         for chunk in chunks:
             if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed:
                 self.persist(chunk)
@@ -123,17 +124,18 @@ class Persistence:
     def retry(self) -> None:
         """Retry failed writes, and chunks that the budget may now admit. Call it once a second.
 
-        Parents come before children. While the disk hangs, queued writes are failed, except those being written, since
-        the arena needs the memory.
+        Parents come before children. While the disk hangs, this fails all queued writes except the running one, so that
+        their memory in the arena can be freed.
         """
         if self._writer.hung and (given_up := self._writer.fail_queued()):
             log.error("the disk hangs; queued chunks stay in memory only", chunks=given_up)
-        # During an outage one retry shows whether writes succeed again.
+        # During an outage, one retry at a time shows whether writes succeed again.
         most = (1 if self.failing else _MAX_RETRIES_IN_FLIGHT) - self._in_flight
         if most > 0 and self._failed:
             self._retry_failed(most)
         elif most > 0 and self.failing and self._not_admitted:
-            # All failed chunks have left the arena. The next refused chunk shows whether the disk has space again.
+            # No failed chunk is left to retry. Allow the whole budget, so that the next new chunk shows whether the
+            # disk has space again.
             self.evictor.reset_limit()
             self.persist(next(iter(self._not_admitted)))
         elif most > 0:
@@ -150,9 +152,9 @@ class Persistence:
             await self.wait_progress(0.1)
 
     async def finish(self) -> None:
-        """Wait until all writes have ended, and try those that failed once more. Call it before the daemon ends.
+        """Wait until all writes have ended, and retry failed writes once. Call it before the daemon ends.
 
-        A write that is in flight when the daemon is told to end may fail as well, since its parent's write failed.
+        Without the retry, chunks whose write fails during the shutdown would be lost, and their children with them.
         """
         await self.settle()
         self._retry_failed(len(self._failed))
@@ -230,7 +232,7 @@ class Persistence:
         elif stored:
             self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
-                if old.indexed:  # the transaction removed it, but another write of it may be in flight
+                if old.indexed:  # the transaction removed ``old``, but another write of ``old`` may be in flight
                     self._tiers.remove_subtree(
                         old, LossCause.SUPERSEDED, on_disk_too=old.disk_state is not Residency.PRESENT
                     )
@@ -249,7 +251,7 @@ class Persistence:
         self._progress_event = asyncio.Event()
 
     def _drop_corrupt(self, chunk: Chunk) -> None:
-        """Remove a chunk whose bytes in the arena differ from the committed ones."""
+        """Remove a chunk whose bytes in the arena differ from the committed bytes."""
         self._tiers.counters.corrupt_chunks += 1
         dropped = self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         log.error("a chunk in memory is corrupt: removed with its descendants", chunk=chunk.key.hex(), dropped=dropped)
@@ -269,14 +271,14 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._not_admitted.pop(chunk, None)
         self._delayed.pop(chunk, None)
-        for old in chunk.write_state.supersedes:  # it never became durable: the chunks to replace stay
+        for old in chunk.write_state.supersedes:  # ``chunk`` never became durable: ``old`` stays
             old.write_state.superseder_count -= 1
         chunk.write_state.supersedes.clear()
 
     def _requeue(self, chunk: Chunk) -> None:
         """Queue a superseded chunk again after its successor was lost.
 
-        The transaction that stored the successor had removed it from the tier.
+        The transaction that stored the successor has removed the superseded chunk from the tier.
         """
         if not chunk.indexed or chunk.disk_state is not Residency.PRESENT:
             return

@@ -1,7 +1,7 @@
 """Pins: counted exemptions from eviction that survive restarts and supersession.
 
-Each pin belongs to a caller. External callers, which do not use the private socket, may together use a share of the
-pin budget, of the arena and of the number of pins, and each of them a smaller share.
+Each pin belongs to a caller. A caller is external if it does not use the private socket. All external callers together
+may use a share of the pin budget, of the arena and of the number of pins; each of them may use a smaller share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNT = struct.Struct("<I")
 _CALLER_BYTES = 16
 _MAX_PINS = 10_000
 _ARENA_SHARE = 0.5
-# Shares of each limit that all external callers may use, and that one of them may use.
+# Shares of each limit: for all external callers together, and for one external caller.
 _EXTERNAL_SHARE, _CALLER_SHARE = 0.75, 0.25
 
 log = structlog.get_logger("cache_daemon")
@@ -36,19 +36,19 @@ log = structlog.get_logger("cache_daemon")
 @dataclass(eq=False, slots=True)
 class _Pin:
     requested_key: bytes  # the prefix hash that was pinned
-    chunk: Chunk  # the chunk that now has the pin: a longer one may have superseded the original
+    chunk: Chunk  # the chunk that now has the pin; it may have superseded the pinned chunk
     caller: bytes  # hash of an external caller's name; empty on the private socket
-    usage: LeasePinLimit | None  # of that caller
+    usage: LeasePinLimit | None  # usage of the external caller; None on the private socket
     count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """The pins that one limit concerns: all, those of external callers, or of one caller."""
+    """The pins that one limit covers: all pins, pins of external callers, or pins of one caller."""
 
     name: str
-    share: float  # of the limits
-    usage: LeasePinLimit | None  # None: all pins
+    share: float  # share of each limit that these pins may use
+    usage: LeasePinLimit | None  # None for all pins
 
     def has(self, chunk: Chunk) -> bool:
         return chunk.pins > 0 if self.usage is None else chunk in self.usage
@@ -73,7 +73,7 @@ class Pins:
         tiers.on_unindexed.append(self._on_unindexed)
 
     def add(self, chunk: Chunk, caller: str = "") -> int:
-        """Pin a chunk and its ancestors once more. Returns their number. Raises QuotaExceeded.
+        """Pin a chunk and its ancestors once more. Returns the number of these chunks. Raises QuotaExceeded.
 
         ``caller`` names an external caller; it is empty on the private socket.
         """
@@ -84,9 +84,10 @@ class Pins:
         return len(path)
 
     def remove(self, root: bytes, prefix_hash: bytes, caller: str = "") -> int:
-        """End one pin, named by the pinned hash or its successor's; the caller's own before others'.
+        """End one pin of a prefix, preferably the caller's own.
 
-        Returns the number of chunks of the prefix. Raises ChunkNotFound.
+        ``prefix_hash`` is the hash that was pinned, or the hash of the chunk that superseded it. Returns the number of
+        chunks of the prefix. Raises ChunkNotFound.
         """
         found = list(self._pins.get((root, prefix_hash), {}).values())
         if not found:
@@ -104,7 +105,7 @@ class Pins:
     def transfer(self, old: Chunk, new: Chunk) -> bool:
         """Move the pins of a chunk to the longer sibling that supersedes it.
 
-        Returns False when a limit of pins does not suffice; the chunk must then not be superseded.
+        Returns False if that would exceed a limit of pins; the chunk must then not be superseded.
         """
         moving = list(self._pins_of.get(old, ()))
         try:
@@ -121,7 +122,7 @@ class Pins:
         return True
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a pin of an earlier start, unless its chunk is gone or it exceeds the limits."""
+        """Restore a pin of an earlier start, unless its chunk is missing or the pin exceeds the limits."""
         key = name[len(NOTE_PREFIX) :]
         root, asked, caller = key[:HASH_BYTES], key[HASH_BYTES : 2 * HASH_BYTES], key[2 * HASH_BYTES :]
         if len(value) == _COUNT.size + HASH_BYTES and len(caller) in (0, _CALLER_BYTES):
@@ -146,7 +147,7 @@ class Pins:
     # ---- limits ---------------------------------------------------------------------------------------------
 
     def _check(self, pin: _Pin, path: Sequence[Chunk]) -> None:
-        """Raise QuotaExceeded unless the limits allow one more of this pin."""
+        """Raise QuotaExceeded unless the limits allow to count this pin once more."""
         if not pin.count:
             used = self._num_pins.total(), self._num_pins.total() - self._num_pins[b""], self._num_pins[pin.caller]
             for scope, pins in zip(self._scopes(pin), used, strict=False):
@@ -171,7 +172,7 @@ class Pins:
             elif scope.usage.whole is None or limits.pin_bytes is None:
                 # A tenant's own quota replaces the share of one caller.
                 _check_limit(scope.name, more, scope.usage.size_bytes, scope.usage.max_bytes)
-            # Chunks without a durable copy cannot be demoted.
+            # Pinned chunks without a durable copy cannot leave the arena.
             parked = [c for c in added if c.disk_state is not Residency.PRESENT]
             more = sum(map(_footprint, parked)) - sum(_footprint(c) for c in left if c in self._tiers.arena_only_pins)
             most = int(self._tiers.arena.size_bytes * _ARENA_SHARE * scope.share)
@@ -198,7 +199,7 @@ class Pins:
     # ---- helpers --------------------------------------------------------------------------------------------
 
     def _find(self, chunk: Chunk, asked: bytes, caller: bytes) -> _Pin:
-        """Return a caller's pin of a requested key, or a new one."""
+        """Return a caller's pin of a requested key, or a new pin with count 0."""
         found = self._pins.get((chunk.root, asked), {}).get(caller)
         return found or _Pin(asked, chunk, caller, self._external.of(caller) if caller else None)
 

@@ -1,4 +1,4 @@
-"""Bounds of the prefill seconds that external callers claim for their chunks."""
+"""Bounds of the prefill times that external callers report for their chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cache_daemon.auth.principal import Principal
 from cache_daemon.eviction.prefill_cost import MAX_TOKEN_SECONDS
 from cache_daemon.store.sessions import Session
 
-# Latest claims of a voter, and voters, that count.
+# Number of latest claims per voter, and number of voters, that count.
 _MAX_CLAIMS, _MAX_VOTERS = 32, 256
 
 
@@ -45,20 +45,21 @@ class _Votes:
 
 
 class PrefillTimeBounds:
-    """Bounds the claims of external callers, in seconds per byte, by the claims of others.
+    """Bounds prefill times claimed by external callers, in seconds per byte.
 
-    Workers on the private socket and operators are trusted: the median of their claims in the namespace bounds external
-    claims there. In other namespaces, which a caller may invent, the low median of their medians counts. While no
-    trusted writer has claimed anything, the bound is the low median of external callers with one vote each, so it does
-    not depend on how much a caller inserts. The store's only writer is bounded by ``MAX_TOKEN_SECONDS`` alone: it
-    competes with its own chunks only, and no model takes longer.
+    Workers on the private socket and operators are trusted: the median of their claims in a namespace bounds external
+    claims in that namespace. In a namespace without trusted claims, which a caller may have invented, the bound is the
+    low median of the medians of all namespaces with trusted claims. While there are no trusted claims at all, the bound
+    is the low median of the external callers' medians: one vote per caller, so inserting more chunks gives no more
+    weight. If only one caller writes to the store, only ``MAX_TOKEN_SECONDS`` bounds its claims: its chunks compete
+    only with each other, and no model takes longer.
     """
 
     def __init__(self) -> None:
-        self._trusted, self._external = _Votes(), _Votes()  # by namespace; by principal
+        self._trusted, self._external = _Votes(), _Votes()  # voters: namespaces; principals
 
     def clamp(self, session: Session, header: ChunkHeader) -> float:
-        """Return the seconds to believe of a chunk that a session commits, and learn from them. 0 is unknown."""
+        """Return the bounded prefill seconds of a chunk that a session commits; 0 is unknown. Records the claim."""
         if not header.prefill_seconds:
             return 0.0
         size_bytes = max(header.payload_bytes, 1)

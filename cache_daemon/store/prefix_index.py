@@ -21,12 +21,12 @@ from cache_daemon.store.content_index import ContentIndex
 
 # Enough for 2^20 tokens in chunks of 128.
 MAX_MATCHED_CHUNKS = 8192
-# Branches (cuts of one prompt) that a match follows, and lengths of siblings that it tries.
+# Maximal number of branches (different cuts of one prompt) that a match follows, and of sibling lengths that it tries.
 _MAX_BRANCHES, _MAX_LENGTHS = 256, 64
 
 
 class MatchedChunk(NamedTuple):
-    """A chunk and how many of its leading tokens match."""
+    """A chunk and the number of its leading tokens that match."""
 
     chunk: Chunk
     tokens: int
@@ -50,7 +50,7 @@ class _Siblings:
             del self.lengths[len(chunk.ids)]
 
     def nearest(self, rest: bytes) -> tuple[Chunk, int]:
-        """Return the child with the longest common prefix with ``rest``, and its length in bytes."""
+        """Return the child with the longest common prefix with ``rest``, and that prefix's length in bytes."""
         return nearest(self.by_tokens, rest)
 
 
@@ -126,7 +126,7 @@ class PrefixIndex:
         found = self._children.get(parent)
         if found is None:
             return []
-        # Unordered, which costs a thirtieth of the ordered list.
+        # Unordered: building the ordered list takes thirty times as long.
         return [found] if isinstance(found, Chunk) else list(dict.values(found.by_tokens))
 
     def subtree(self, chunk: Chunk) -> list[Chunk]:
@@ -171,8 +171,8 @@ class PrefixIndex:
 
         All chunks but the last match completely. The last may match only with its first tokens, which are valid because
         attention is causal. Compares token ids, never only hashes. Takes time linear in the matched tokens, and finds
-        at most ``MAX_MATCHED_CHUNKS`` chunks. If a prompt is stored in many different cuts, it follows only some of the
-        branches, so that the time stays the same.
+        at most ``MAX_MATCHED_CHUNKS`` chunks. If a prompt is stored in many different cuts, the match follows only some
+        of them, so that it takes no longer.
         """
         best, last, shared_last = 0, None, 0
         open_ends, ways, steps = [(root, 0, 0)], 0, 0
@@ -180,7 +180,7 @@ class PrefixIndex:
             parent, at, depth = open_ends.pop()
             ways, steps = ways + 1, steps - depth
             siblings = self._children.get(parent)
-            # Most parents on a path have one child: a long prompt spends its time in this loop.
+            # Most parents on a path have one child, so a match of a long prompt spends its time in this loop.
             only: Chunk | None = None
             while isinstance(siblings, Chunk) and depth < MAX_MATCHED_CHUNKS and tokens.startswith(siblings.ids, at):
                 only, at, depth = siblings, at + len(siblings.ids), depth + 1
@@ -190,7 +190,7 @@ class PrefixIndex:
                 best, last, shared_last = at, only, len(only.ids)
             if siblings is None or at == len(tokens) or depth == MAX_MATCHED_CHUNKS:
                 continue
-            # The list begins with the child that shares most tokens: pushed last, it is followed first.
+            # The list begins with the child that shares most tokens. It is pushed last, so it is followed first.
             for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared
@@ -205,7 +205,7 @@ class PrefixIndex:
     def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:
         """Yield children that match ``tokens`` from ``at``, with the number of shared bytes.
 
-        Yields all complete matches and the longest partial one.
+        Yields all children that match completely, and the child with the longest partial match.
         """
         if isinstance(siblings, Chunk):
             own = siblings.ids

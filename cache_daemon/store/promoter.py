@@ -18,7 +18,7 @@ _ARENA_WAIT_SECONDS = 0.25
 
 
 class Promoter:
-    """Promotes leased chunks to the arena. Without a durable tier there are none to promote."""
+    """Promotes leased chunks to the arena; without a durable tier, all chunks are there already."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class Promoter:
             self._tiers.finish_load(chunk, slot)
         else:
             self._tiers.release_slot(slot)
-            # A chunk that its successor's transaction has just removed is missing and leaves the index by itself.
+            # A chunk may be missing because the transaction of a longer sibling has just removed it. That chunk leaves
+            # the index soon.
             replaced = outcome is ReadResult.MISSING and chunk.write_state.superseder_count > 0
             if outcome is ReadResult.FAILED:
                 self._tiers.counters.failed_reads += 1

@@ -13,7 +13,7 @@ class ChunkHints:
     """Hints that apply to one chunk; times are on the store's clock.
 
     The chunk is removed at ``expires_at``. Eviction spares it until ``retained_until`` (0: no retention). ``group`` is
-    empty for none.
+    empty for a chunk without a group.
     """
 
     expires_at: float = inf
@@ -22,7 +22,7 @@ class ChunkHints:
     low_priority: bool = False
 
     def merge(self, other: ChunkHints) -> ChunkHints:
-        """Combine the hints of two requests for the same chunk; the longer time and the higher priority win."""
+        """Combine the hints of two requests for the same chunk; the later times and the higher priority win."""
         return ChunkHints(
             max(self.expires_at, other.expires_at),
             max(self.retained_until, other.retained_until),

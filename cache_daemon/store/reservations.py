@@ -32,7 +32,7 @@ from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 
-# Reservations that a report of a miss is compared with.
+# Maximal number of reservations that a report of a miss is compared with.
 _MAX_COMPARED = 512
 
 
@@ -60,8 +60,8 @@ class Reservations:
     ) -> list[ReserveResult]:
         """Reserve staging memory for new chunks, parents before children.
 
-        ``hints`` apply to them and to chunks already stored. Raises InvalidRequest for a malformed header, with nothing
-        reserved.
+        ``hints`` apply to the new chunks and to the given chunks that are already stored. Raises InvalidRequest for a
+        malformed header; then nothing is reserved.
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
@@ -131,7 +131,7 @@ class Reservations:
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """Return True if the parent ends at ``start`` and exists.
 
-        It exists if it is the root, stored, or reserved by this session.
+        The parent exists if it is the root, or a chunk that is stored or reserved by this session.
         """
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._inserter.parent_is_live(root, parent, start)
@@ -144,7 +144,7 @@ class Reservations:
     # ---- abort and invalidation -----------------------------------------------------------------------------
 
     def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
-        """End reservations; unknown ones are ignored. Returns the number of known ones."""
+        """End reservations; unknown ids are ignored. Returns the number of ended reservations."""
         aborted = 0
         for reservation_id in reservation_ids:
             reservation = session.reservations.pop(reservation_id, None)
@@ -156,9 +156,9 @@ class Reservations:
     def invalidate(self, root: bytes, key: bytes, before: float = inf) -> None:
         """Invalidate reservations that a deletion concerns.
 
-        These are the reservations of a tenant (with an empty root, of all) that were made by ``before`` (monotonic);
-        with ``key``, only those of that chunk and its descendants. A running commit does not insert their chunks
-        either. Their names can be reserved again at once.
+        These are the reservations of a tenant (with an empty root, of all tenants) that were made until ``before``
+        (monotonic). With ``key``, only reservations of that chunk and its descendants are invalidated. A running commit
+        does not insert the chunks of invalidated reservations. The same chunks can be reserved again at once.
         """
         leads: dict[bytes, bool] = {}
         concerned = {
@@ -173,7 +173,7 @@ class Reservations:
             del self._open[name]
 
     def _is_descendant(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
-        """Return True if the path to a chunk contains ``key``; ``known`` caches answers."""
+        """Return True if the path to a chunk contains ``key``; ``known`` caches results."""
         path = []
         at: bytes | None = name
         while at is not None and at != key and at not in known:
@@ -184,20 +184,20 @@ class Reservations:
         return found
 
     def _parent_of(self, key: bytes) -> bytes | None:
-        """Return the parent's hash of a reserved or indexed chunk; None for others."""
+        """Return the parent's hash of a reserved or indexed chunk; None for any other hash."""
         if key in self._open:
             return self._open[key][1].header.parent_prefix_hash
         chunk = self._tiers.index.get(key)
         return chunk.parent_key if chunk is not None else None
 
     def pending_tokens(self, parent_key: bytes, rest: bytes) -> int:
-        """Return the longest common prefix, in tokens, of ``rest`` and a reserved child of a parent."""
+        """Return the length in tokens of the longest common prefix of ``rest`` and a reserved child of the parent."""
         newest = islice(reversed(self._open.values()), _MAX_COMPARED)
         shared = (common_bytes(r.ids, rest) for _, r in newest if r.header.parent_prefix_hash == parent_key)
         return max(shared, default=0) // keys.TOKEN_BYTES
 
     def end(self, session: Session, reservation: Reservation) -> None:
-        """Free a reservation's staging memory, and its name unless it was invalidated."""
+        """Free a reservation's staging memory, and its prefix hash unless invalidation freed that before."""
         key = reservation.header.prefix_hash
         if self._open.get(key, (None, None))[1] is reservation:
             del self._open[key]
@@ -208,7 +208,7 @@ class Reservations:
     def scoped_reservation(
         self, session: Session, tenant_salt: bytes, header: ChunkHeader, hints: PromptHints = NO_HINTS
     ) -> Iterator[ReserveResult]:
-        """Reserve one chunk for the length of a block; aborted at its end unless committed."""
+        """Reserve one chunk while a block runs; abort the reservation at the end unless it was committed."""
         reserved = self.reserve(session, tenant_salt, [header], hints)[0]
         try:
             yield reserved

@@ -1,13 +1,13 @@
-"""Retained chunks: eviction spares them until a deadline, because requests asked for it.
+"""Retained chunks: eviction spares them until a deadline that requests set.
 
-A retention promises a minimum: its end removes nothing. Retained chunks count against the quota for pins. They use at
-most half of a tenant's other quotas, so that the tenant can always store new chunks. Those that are not durable use at
-most a quarter of the arena, so that pins find capacity. A chunk beyond these limits may be evicted like any other,
-until they allow its retention.
+A retention promises a minimal lifetime; its end does not remove the chunk. Retained chunks count against the quota for
+pins. They use at most half of a tenant's other quotas, so that the tenant can always store new chunks. Retained chunks
+that are not durable use at most a quarter of the arena, so that pins find capacity. While these limits do not allow the
+retention of a chunk, it may be evicted like any other chunk.
 
 The durable tier gets the deadline of a retained chunk in the same transaction as the chunk, or in the next one. The
-written deadline is later than the promised one by a quarter of the remaining time, so most uses write nothing, and a
-retention never ends early, also after a restart.
+written deadline is later than the promised deadline by a quarter of the remaining time. So most uses need no write, and
+a retention never ends early, even after a restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cache_daemon.store.ttl import TtlIndex
 
 NOTE_PREFIX = b"retained-until:"
 _QUOTA_SHARE, _ARENA_SHARE = 0.5, 0.25
-# Part of the remaining time by which a written deadline is later.
+# A written deadline is later than the promised deadline by this part of the remaining time.
 _WRITTEN_MARGIN = 0.25
 
 
@@ -38,14 +38,14 @@ class RetainedChunks:
         tiers.on_unindexed.append(self._end)
 
     def extend(self, chunk: Chunk, until: float) -> None:
-        """Retain a chunk at least ``until``, as far as quotas allow."""
+        """Retain a chunk at least until the time ``until``, as far as quotas allow."""
         if until > max(chunk.retained_until, self._tiers.clock()):
             chunk.retained_until = until
             if chunk.indexed:
                 self._on_indexed(chunk)
 
     def end_due(self) -> None:
-        """End retentions whose deadline has passed, and begin those that limits allow now."""
+        """End retentions whose deadline has passed, and begin retentions that the limits allow now."""
         now = self._tiers.clock()
         for chunk in list(self._wanted):
             if chunk.retained_until <= now:
@@ -67,7 +67,7 @@ class RetainedChunks:
             self._written[chunk] = until
 
     def finish_restore(self, ttl: TtlIndex) -> None:
-        """Retain the chunks of an earlier start, beginnings first, once TTLs and pins are restored."""
+        """Retain the chunks of an earlier start, parents first, once TTLs and pins are restored."""
         for chunk, until in sorted(self._written.items(), key=lambda item: item[0].start_position):
             ttl.extend(chunk, until)
             self.extend(chunk, until)

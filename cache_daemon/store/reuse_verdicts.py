@@ -17,9 +17,9 @@ _WRITTEN_SECONDS = 10.0
 
 
 class ReuseVerdicts:
-    """Verdicts in memory, and as notes in the durable tier if there is one.
+    """Verdicts in memory and, if there is a durable tier, in its notes.
 
-    The copy in memory lets a heartbeat avoid the disk.
+    Heartbeats read the copy in memory, not the disk.
     """
 
     def __init__(self, writer: GroupCommitWriter | None) -> None:
@@ -32,7 +32,7 @@ class ReuseVerdicts:
     async def put(self, namespace: bytes, verdict: ReuseVerdict) -> None:
         """Store a verdict, durably if there is a durable tier.
 
-        Raises StoreUnavailable when the disk does not take it in time; the verdict is then in use all the same, and is
+        Raises StoreUnavailable when the disk does not write it in time. The verdict is nevertheless in use, and is
         written as soon as the disk works again.
         """
         self._verdicts[namespace] = verdict
@@ -53,6 +53,6 @@ class ReuseVerdicts:
                 )
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a note of an earlier start; an unreadable one is ignored."""
+        """Restore a note of an earlier start; ignore an unreadable note."""
         with contextlib.suppress(DecodeError):
             self._verdicts[name[len(NOTE_PREFIX) :]] = ReuseVerdict.FromString(value)

@@ -26,7 +26,7 @@ from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 _Handle = TypeVar("_Handle")
-# Shares of the arena that all sessions without shared memory may lease, and those of one caller.
+# Shares of the arena that sessions without shared memory may lease: all together, and those of one caller.
 _EXTERNAL_SHARE, _CALLER_SHARE = 0.5, 0.25
 
 
@@ -40,13 +40,13 @@ class Reservation:
     staged: Slot
     hints: ChunkHints
     reserved_at: float = field(default_factory=time.monotonic)
-    invalidated: bool = False  # a deletion since the reservation concerns it
+    invalidated: bool = False  # a deletion since the reservation includes this chunk
 
 
 def rename_handle(handles: dict[bytes, _Handle], generated: bytes, name: bytes) -> bytes:
     """Rename a lease or reservation to the client's ``name``. Returns its name.
 
-    It keeps its generated name if ``name`` is empty or taken.
+    The lease or reservation keeps its generated name if ``name`` is empty or taken.
     """
     if not generated or not name or name in handles:
         return generated
@@ -67,11 +67,11 @@ class Session:
     opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, LeaseGuard] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
-    committing: int = 0  # commits that are copying from staging
+    committing: int = 0  # number of commits that are copying from staging
     closed: bool = False
     heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
     owner: object = None  # the principal that opened it
-    usage: LeasePinLimit | None = None  # leased chunks of its owner; None if it shares memory
+    usage: LeasePinLimit | None = None  # lease usage of the owner; None if the session shares memory
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)
@@ -92,7 +92,7 @@ class Session:
         return found
 
     def record_heartbeat(self, totals: tuple[int, ...], counters: Counters) -> None:
-        """Add the growth of a heartbeat's totals to ``counters``; totals never fall.
+        """Add the growth since the last heartbeat to ``counters``; totals never fall.
 
         Totals of sessions without shared memory are not trusted.
         """
@@ -110,7 +110,8 @@ class Session:
 class SessionTable:
     """The open sessions, by id.
 
-    ``staging_bytes`` is the staging memory of each. Sessions without shared memory lease only a share of the arena.
+    ``staging_bytes`` is the size of the staging memory of each session. Sessions without shared memory lease only a
+    share of the arena.
     """
 
     def __init__(self, staging_bytes: int, arena_bytes: int) -> None:
@@ -133,7 +134,7 @@ class SessionTable:
     ) -> Session:
         """Open a session of ``owner``. Raises NamespaceMismatch.
 
-        The daemon's own session for the duration of one call is not ``listed``.
+        ``listed`` is False for a session that the daemon itself opens for the duration of one call.
         """
         expected = keys.namespace_id(descriptor)
         if namespace != expected:
@@ -154,7 +155,7 @@ class SessionTable:
         return session
 
     def leased_by(self, owner: Hashable) -> LeasePinLimit:
-        """Return the leased chunks of an external caller; keep the result while it leases any."""
+        """Return the lease usage of an external caller; keep the result while the caller leases chunks."""
         return self._leased.of(owner)
 
     def _allowance(self, owner: object) -> StagingBudget:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import structlog
 
-# Deadlines since the begin of the shutdown: for everything, for queued writes, and for the writer's end.
+# Deadlines, in seconds after the start of the shutdown: for everything, for queued writes, and for the end of the
+# writer thread.
 SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
 
 log = structlog.get_logger("cache_daemon")
@@ -19,7 +20,7 @@ log = structlog.get_logger("cache_daemon")
 class Shutdown:
     """A common deadline for several pieces of blocking work.
 
-    Each runs on a daemon thread that does not delay the exit.
+    Each piece runs on a daemon thread, which does not delay the exit of the process.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Shutdown:
 
     @property
     def to_write(self) -> float:
-        """Seconds left for the writer to end."""
+        """Seconds left for the writer thread to end."""
         return self._left(WRITE_SECONDS)
 
     def _left(self, of_seconds: float) -> float:

@@ -10,7 +10,7 @@ from math import inf
 class WallClock:
     """Unix time in seconds that never decreases while the process runs.
 
-    It follows the system's clock forward: a daemon may start before NTP has set that.
+    It follows jumps of the system clock forward, since a daemon may start before NTP has set the clock.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class WallClock:
 
 
 class StoreClock:
-    """A clock that is never below the times that the store has recorded before."""
+    """A clock that is never earlier than a time that the store has recorded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._floor_offset = clock, -inf
@@ -32,8 +32,9 @@ class StoreClock:
         return max(self._clock(), self._floor_offset + time.monotonic())
 
     def advance_to(self, seconds: float) -> None:
-        """Continue from a recorded time on, if the clock is below it.
+        """Continue from a recorded time, if the clock is earlier.
 
-        Otherwise chunks would get times of use from 1970, and expire when the clock is right.
+        Otherwise, on a machine whose clock starts in 1970, chunks would get wrong times of use, and expire once the
+        clock is right.
         """
         self._floor_offset = max(self._floor_offset, seconds - time.monotonic())

@@ -1,4 +1,4 @@
-"""Components of a store that the remote tier uses."""
+"""Store components for the remote tier."""
 
 from __future__ import annotations
 

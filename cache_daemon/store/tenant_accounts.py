@@ -1,4 +1,4 @@
-"""Tenant accounts: limits and usage."""
+"""Tenant accounts: limits and usage of tenants."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TenantAccount:
 
 
 class TenantAccounts:
-    """Accounts of tenants that have chunks or are about to; weakly referenced.
+    """Accounts of tenants, weakly referenced: an account exists while a chunk or a caller refers to it.
 
-    ``limits_of`` returns the limits of an account, ``account_of`` the account id of a tenant id: tenants that the
-    tenants file does not name share one account, or each new salt would come with a new quota.
+    ``limits_of`` maps an account id to its limits, and ``account_of`` maps a tenant id to its account id. Tenants that
+    are not in the tenants file share one account; otherwise each new salt would get a new quota.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TenantAccounts:
         return found
 
     def reload(self) -> None:
-        """Read all limits again. Stored chunks stay on their account."""
+        """Read all limits again. Stored chunks keep their account."""
         self.num_reloads += 1
         for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)

@@ -35,7 +35,7 @@ from cache_daemon.store.tier_quotas import TierQuotas
 class StoreContext:
     """Objects that all parts of a store share.
 
-    ``clock`` returns Unix seconds that never decrease, also over restarts.
+    ``clock`` returns Unix seconds that never decrease, even after a restart.
     """
 
     events: EventLog
@@ -66,7 +66,7 @@ class TierManager:
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_lost: list[Callable[[LostChunk], None]] = field(default_factory=list)
-    pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots without a chunk so far
+    pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots that have no chunk yet
     arena_only_pins: set[Chunk] = field(default_factory=set)  # pinned or retained, without a durable copy
     arena_only_pins_bytes: int = 0
     # Durable chunks used since recency was last persisted.
@@ -79,7 +79,7 @@ class TierManager:
     # ---- states of chunks -----------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
-        """Add a chunk to the index. Its parent must be indexed, unless it starts a prompt."""
+        """Add a chunk to the index. Its parent must be indexed, unless the chunk begins a prompt."""
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1
@@ -98,7 +98,7 @@ class TierManager:
         chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
 
     def end_load(self, chunk: Chunk) -> asyncio.Future[None] | None:
-        """Record the end of a read. Returns the future to resolve once its result is recorded."""
+        """Record the end of a read. Returns the future to resolve once the result of the read is recorded."""
         future, chunk.load_future = chunk.load_future, None
         chunk.arena_state = Residency.ABSENT
         return future
@@ -115,7 +115,7 @@ class TierManager:
     def begin_write(self, chunk: Chunk, most_bytes: int) -> None:
         """Record that a chunk is being written.
 
-        Until the write ends, ``most_bytes``, its maximal size, counts as used.
+        Until the write ends, ``most_bytes`` count as used: the maximal size of the stored chunk.
         """
         assert self.disk_quotas is not None
         chunk.disk_state = Residency.IN_FLIGHT
@@ -134,7 +134,7 @@ class TierManager:
         chunk.disk_state = Residency.ABSENT
 
     def abort_write(self, chunk: Chunk) -> None:
-        """Record that the disk refused the chunk, or removed it by itself."""
+        """Record that the durable tier refused or removed the chunk."""
         assert self.disk_quotas is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
         self.disk_quotas.remove(chunk)
@@ -153,7 +153,7 @@ class TierManager:
 
     @staticmethod
     def record_use(chunks: Iterable[Chunk], now: float, *, is_hit: bool) -> None:
-        """Record the time of a use, and count it if it is a hit. ``touch`` tells the eviction policies later."""
+        """Record the time of a use, and count hits. A later ``touch`` tells the eviction policies."""
         for chunk in chunks:
             chunk.hits += is_hit
             chunk.last_used_at = now
@@ -165,7 +165,7 @@ class TierManager:
         self.arena_quotas.touch(chunk)
         if self.disk_quotas is not None:
             self.disk_quotas.touch(chunk)
-        if chunk.disk_state is not Residency.ABSENT:  # a write in flight may store an earlier use
+        if chunk.disk_state is not Residency.ABSENT:  # also during a write, which may store an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
     def raise_priority(self, chunk: Chunk) -> None:
@@ -178,9 +178,9 @@ class TierManager:
     def update_evictable(self, chunk: Chunk) -> None:
         """Recompute in both tiers whether a chunk may be evicted.
 
-        Pinned and retained chunks, parents of an insertion, and parents of indexed chunks must stay in the store; but
-        one tier may evict a chunk that the other also has. A pinned or retained chunk in both tiers is protected on
-        disk only, since the arena is for chunks in use.
+        Pinned and retained chunks, parents of an insertion, and parents of indexed chunks must stay in the store. If
+        such a chunk is in both tiers, one tier may still evict it. A pinned or retained chunk in both tiers is
+        protected on disk only, since the arena is for chunks in use.
         """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
         protected = (needed or chunk.is_spared) and chunk.disk_state is not Residency.PRESENT
@@ -212,7 +212,7 @@ class TierManager:
         self.arena.free(slot)
 
     def evict_from_arena(self, victim: Chunk, cause: LossCause) -> None:
-        """Evict a chunk from the arena: demote a durable chunk, remove another one with its subtree."""
+        """Evict a chunk from the arena: demote a durable chunk; remove any other chunk with its subtree."""
         self.counters.arena_evictions += 1
         if victim.disk_state is Residency.PRESENT:
             self._free_slot(victim)
@@ -223,7 +223,7 @@ class TierManager:
     def evict_from_disk(self, victim: Chunk, cause: LossCause = LossCause.DISK_FULL) -> None:
         """Evict a chunk without durable children from the durable tier.
 
-        It stays in the arena if it is there.
+        If the chunk is also in the arena, it stays there.
         """
         assert self.disk_quotas is not None
         assert self.writer is not None
@@ -266,7 +266,7 @@ class TierManager:
         """
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
-            if member.indexed:  # removing one may remove another
+            if member.indexed:  # the removal of another member may have removed it
                 self._unindex(member, cause, on_disk_too=on_disk_too or member is not chunk)
         return len(members)
 

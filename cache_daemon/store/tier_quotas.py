@@ -1,8 +1,9 @@
-"""Quotas of one tier: its chunks, the usage of each tenant, and eviction victims.
+"""Quotas of one tier: usage of each tenant, partitions, and eviction victims.
 
-A tenant with a quota has partitions of its own: other tenants never evict from them, and once it is full the tenant
-evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are evicted
-first: a tenant with a quota has a second partition for them, those of all other tenants share the lowest partition.
+A tenant with a quota has its own partitions. Other tenants never evict chunks from these, and a tenant that has used
+its quota evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are
+evicted first. A tenant with a quota has a second partition for its chunks of low priority; all other tenants share the
+lowest partition for them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 PartitionKey = bytes | Priority
-_LOW = b"low "  # before the id of a tenant with a quota: its chunks of low priority
+_LOW = b"low "  # + id of a tenant with a quota: key of the partition of its chunks of low priority
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class _Entry:
     partition: _Partition
     size_bytes: int
     parent: Chunk | None
-    children: int = 0  # in this tier
+    children: int = 0  # number of children in this tier
     protected: bool = False  # protected even without children
     unevictable: bool = False
 
@@ -61,7 +62,7 @@ class TierQuotas:
         return chunk in self._entries
 
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
-        """Add a chunk, after its parent if this tier has that."""
+        """Add a chunk; if this tier has its parent, the parent was added before."""
         part = self._partition_of(chunk.tenant, chunk.low_priority)
         self._entries[chunk] = _Entry(part, size_bytes, parent)
         part.used_bytes += size_bytes
@@ -70,7 +71,7 @@ class TierQuotas:
         self._count_child(parent, 1)
 
     def remove(self, chunk: Chunk) -> None:
-        """Remove a chunk; an unknown one is ignored."""
+        """Remove a chunk; ignore an unknown chunk."""
         place = self._entries.pop(chunk, None)
         if place is not None:
             place.partition.used_bytes -= place.size_bytes
@@ -86,7 +87,7 @@ class TierQuotas:
         self.used_bytes += more
 
     def move(self, chunk: Chunk) -> None:
-        """Move a chunk to the partition of its new priority; an unknown one is ignored."""
+        """Move a chunk to the partition of its new priority; ignore an unknown chunk."""
         place = self._entries.get(chunk)
         if place is None:
             return
@@ -107,7 +108,7 @@ class TierQuotas:
     def set_protected(self, chunk: Chunk, kept: bool) -> None:
         """Set or end the protection of a chunk from eviction. Idempotent.
 
-        It is independent of the chunk's children in this tier.
+        Independently of that, a chunk with children in this tier is never evicted.
         """
         place = self._entries.get(chunk)
         if place is not None:
@@ -129,7 +130,7 @@ class TierQuotas:
             (place.partition.policy.make_unevictable if unevictable else place.partition.policy.make_evictable)(chunk)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
-        """Return True if ``size_bytes`` more exceed the tenant's quota."""
+        """Return True if ``size_bytes`` more bytes would exceed the tenant's quota."""
         quota = self.quota_of(tenant.limits)
         return quota is not None and self.usage_of(tenant) + size_bytes > quota
 
@@ -144,8 +145,8 @@ class TierQuotas:
     def victims(self, tenant: TenantAccount, own: bool) -> Iterator[Chunk]:
         """Yield chunks to evict for a tenant's new chunk, worst first.
 
-        ``own`` yields only the tenant's chunks. Chunks with children in this tier are left out. The caller skips chunks
-        in use, evicts one, and calls again.
+        With ``own``, yields only chunks of this tenant. Leaves out chunks with children in this tier. The caller skips
+        chunks in use, evicts the next chunk, and calls again for further victims.
         """
         if self.quota_of(tenant.limits) is not None:
             if not own:

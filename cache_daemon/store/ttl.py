@@ -1,11 +1,11 @@
 """Chunk expiry: the TTL index.
 
-A request may set a TTL on the chunks that it uses or stores. The longest TTL wins; a request without one removes the
-expiry. A parent never expires before its children, because removing it would remove them before their own expiry. A
-tenant's TTL limits all of that, from the last use on.
+A request may set a TTL on the chunks that it uses or stores. The longest TTL wins; a request without a TTL removes the
+expiry. A parent never expires before its children, because removing the parent would remove the children before their
+own expiry. Independently of all this, a chunk expires when the tenant's TTL has passed since its last use.
 
-Chunks are scheduled by deadline, so a sweep visits due chunks only. Deadlines rise with every use, so a chunk keeps its
-place until it is due, and is then scheduled again.
+Chunks are scheduled by deadline, so a sweep visits due chunks only. Every use may postpone a deadline. A chunk
+nevertheless keeps its scheduled time; when that has passed, the chunk is scheduled again if it has not expired.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, decode_expiry
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
 
-# Delay until a pinned chunk that would be expired is looked at again.
+# Delay until a pinned chunk whose deadline has passed is checked again.
 _PINNED_SECONDS = 10.0
 
 
@@ -28,7 +28,7 @@ class TtlIndex:
     def __init__(self, tiers: TierManager) -> None:
         self._tiers = tiers
         self._expiring: dict[bytes, Chunk] = {}  # indexed chunks with an expiry, by prefix hash
-        self._changed: dict[bytes, None] = {}  # since the last persist_changes
+        self._changed: dict[bytes, None] = {}  # keys with changes since the last persist_changes
         self._persisted: set[bytes] = set()
         self._due: SortedList[tuple[float, bytes]] = SortedList()  # scheduled times, with the prefix hash
         self._scheduled: dict[bytes, float] = {}
@@ -37,7 +37,7 @@ class TtlIndex:
         tiers.on_unindexed.append(self._on_unindexed)
 
     def deadline_of(self, ttl_seconds: int) -> float:
-        """Return the expiry of a TTL that begins now, on the store's clock; 0 is none."""
+        """Return the time at which a TTL that begins now ends, on the store's clock; a TTL of 0 never ends."""
         return self._tiers.clock() + ttl_seconds if ttl_seconds else inf
 
     def extend(self, chunk: Chunk | None, deadline: float) -> None:
@@ -66,7 +66,7 @@ class TtlIndex:
     def next_due(self, now: float) -> Chunk | None:
         """Take the next chunk whose scheduled time has passed.
 
-        If it was used or pinned after it was scheduled, it has not expired, and is scheduled again.
+        If the chunk was used or pinned after it was scheduled, it has not expired; then it is scheduled again.
         """
         if not self._due or self._due[0][0] >= now:
             return None
@@ -79,7 +79,7 @@ class TtlIndex:
         return chunk
 
     def limits_changed(self) -> bool:
-        """Return True once after a reload of tenants' limits: all chunks must be scheduled again."""
+        """Return True once after a reload of tenants' limits; then all chunks must be scheduled again."""
         before, self._num_reloads = self._num_reloads, self._tiers.accounts.num_reloads
         return before != self._num_reloads
 

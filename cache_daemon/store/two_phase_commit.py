@@ -1,7 +1,7 @@
 """Two-phase commit: makes reserved chunks visible.
 
-A worker writes into its session's staging memory. Commit copies from there into the arena, verifies the copy and
-inserts it. So no write of a worker, early or late, changes a byte that a reader sees.
+A worker writes into its session's staging memory. Commit copies the chunk from staging into the arena, verifies the
+copy and inserts it. So no write of a worker, before or after Commit, changes a byte that a reader sees.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Bytes and chunks of one piece of work on the copy threads.
+# Maximal bytes and chunks of one piece of work on the copy threads.
 _COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
-# Longest wait of a commit for a full arena, which may be full of chunks that are being written to disk.
+# Longest time that a commit waits while the arena is full, possibly of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
 _RECENT_USE_SECONDS = 30.0
 
@@ -75,9 +75,9 @@ class TwoPhaseCommit:
     ) -> list[CommitOutcome.ValueType]:
         """Make reserved chunks visible.
 
-        ``items`` are ``(reservation id, checksum)``, parents before children. Raises StaleEpoch, UnknownLease and
-        InvalidRequest with nothing changed; otherwise all named reservations have ended, and each item has its outcome.
-        Cancelling the caller does not stop the commit.
+        ``items`` are ``(reservation id, checksum)``, parents before children. Raises StaleEpoch, UnknownLease or
+        InvalidRequest and then changes nothing. Otherwise it ends all named reservations, and returns one outcome per
+        item. Cancelling the caller does not stop the commit.
         """
         if epoch != self._epoch:
             raise StaleEpoch(f"the reservations are of epoch {epoch}, the daemon's is {self._epoch}; attach again")
@@ -94,7 +94,7 @@ class TwoPhaseCommit:
         return await asyncio.shield(running)
 
     async def wait_idle(self) -> None:
-        """Wait for running commits, also those whose caller was cancelled."""
+        """Wait for running commits, including commits whose caller was cancelled."""
         while self._running:
             await asyncio.wait(self._running)
 
@@ -134,9 +134,9 @@ class TwoPhaseCommit:
     async def _allocate_slots(
         self, items_taken: Sequence[tuple[Reservation, int]], wait_seconds: float
     ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
-        """Allocate slots for the next copy.
+        """Allocate slots for the next piece of work on the copy threads.
 
-        Also returns the refusal of the chunk after them, and the remaining waiting time.
+        Also returns the outcome of the next chunk if it is refused, and the remaining waiting time in seconds.
         """
         copies: list[_Copy] = []
         size, evictor = 0, self._inserter.arena_evictor

@@ -12,7 +12,7 @@ namespace {
 // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
 constexpr int kPingEveryMs = 30'000, kPatienceMs = 10'000;
 
-// The two messages of google.rpc that an error consists of, read field by field so that no further package is needed:
+// Reads a field of the two google.rpc messages of an error by its number, so that no further package is needed:
 // Status{code = 1, message = 2, details = 3: Any{type_url = 1, value = 2}}, ErrorInfo{reason = 1, domain = 2}.
 std::string field(const std::string& message, int wanted) {
   std::string found;
@@ -37,7 +37,7 @@ std::string field(const std::string& message, int wanted) {
 }
 
 std::string reason_of(grpc::StatusCode code) {
-  switch (code) {  // what has no details was not said by the worker but by gRPC on either side
+  switch (code) {  // an error without details comes from gRPC on either side, not from the worker
     case grpc::StatusCode::CANCELLED: return "CANCELLED";
     case grpc::StatusCode::DEADLINE_EXCEEDED: return "DEADLINE_EXCEEDED";
     case grpc::StatusCode::UNAVAILABLE: return "UNAVAILABLE";
@@ -57,7 +57,7 @@ Error is_http(const std::string& target) {
   return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT");
 }
 
-// Finds numbers that were negative before the conversion to unsigned: no option has values that exceed an int32.
+// Refuses numbers that exceed an int32, because they were probably negative before the conversion to unsigned.
 void refuse_negative(const google::protobuf::Message& message) {
   using Field = google::protobuf::FieldDescriptor;
   const auto* reflection = message.GetReflection();
@@ -150,7 +150,7 @@ pb::GenerateResponse Client::generate(const pb::GenerateRequest& request, Deadli
 void Client::stream(const pb::GenerateRequest& request,
                     const std::function<bool(const pb::GenerateStreamResponse&)>& each, Deadline deadline) {
   refuse_negative(request);
-  grpc::ClientContext context;  // one that is destroyed with its call open cancels it
+  grpc::ClientContext context;  // its destruction cancels a call that is still open
   expire(context, deadline);
   pb::GenerateStreamRequest wrapped;
   *wrapped.mutable_request() = request;

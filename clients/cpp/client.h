@@ -17,13 +17,13 @@
 namespace kvsidecar {
 
 namespace pb = inference::v1;
-using Deadline = std::optional<std::chrono::milliseconds>;  // from now; none waits as long as it takes
+using Deadline = std::optional<std::chrono::milliseconds>;  // time from now; none: no limit
 
-// A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
-// clients/python/kvsidecar/errors); what() is one sentence for people.
+// A call that failed. `reason` is stable and meant for programs, such as "INVALID_REQUEST" or "OVERLOADED"
+// (clients/python/kvsidecar/errors has all reasons). what() is one sentence for people.
 class Error : public std::runtime_error {
  public:
-  // Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193).
+  // Reads google.rpc.ErrorInfo from a call's status (https://google.aip.dev/193).
   explicit Error(const grpc::Status& status);
 
   grpc::StatusCode code;
@@ -45,8 +45,8 @@ pb::Prompt text(const std::string& text);
 // The first worker of `kvsidecar serve`.
 std::string default_target();
 
-// Thread-safe client. Refuses requests with a negative number (C++ converts set_max_tokens(-3) to 4294967293) before they
-// are sent.
+// Thread-safe client. Before it sends a request, it refuses negative numbers, which C++ converts: set_max_tokens(-3)
+// sets 4294967293.
 class Client {
  public:
   // "unix:/PATH" or "host:port". Connects at first use. Throws Error for the URL of a gateway.
@@ -55,18 +55,18 @@ class Client {
   // Returns the complete answer.
   pb::GenerateResponse generate(const pb::GenerateRequest& request, Deadline deadline = {});
 
-  // Calls `each` with every chunk; the last one has finish_reason, usage and timings. When `each` returns false or throws,
-  // the request ends at the worker; for false, throws Error CANCELLED.
+  // Calls `each` with every chunk; the last chunk has finish_reason, usage and timings. When `each` returns false or
+  // throws, the request ends at the worker. After false, stream throws Error with reason CANCELLED.
   void stream(const pb::GenerateRequest& request, const std::function<bool(const pb::GenerateStreamResponse&)>& each,
               Deadline deadline = {});
 
   // Prefills a prompt into the cache, and returns when the daemon has stored it. `cache` has hints, such as a session.
   pb::WarmResponse warm(const pb::Prompt& prompt, Deadline deadline = {}, const pb::CacheOptions& cache = {});
 
-  // Loads stored chunks of a prompt into the daemon's memory, and computes nothing.
+  // Loads stored chunks of a prompt into the daemon's memory, without computing.
   pb::WarmResponse prefetch(const pb::Prompt& prompt, Deadline deadline = {});
 
-  // Removes the chunks that a session of the tenant stored and alone used. Returns their number.
+  // Removes the chunks that only this session of the tenant has used. Returns their number.
   uint32_t release_session(const std::string& session, const std::string& tenant_salt = "", Deadline deadline = {});
 
   // Every method of the service, for methods that this class does not wrap.

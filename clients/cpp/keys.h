@@ -14,9 +14,9 @@ namespace kvsidecar {
 using Hash = std::array<uint8_t, 32>;
 using Tokens = std::vector<uint32_t>;
 
-// Hash input of a namespace id: a line per field, in the order of field numbers.
+// Hash input of a namespace id: one line per field, in the order of field numbers.
 std::string canonical_encoding(const cache::v1::NamespaceDescriptor& descriptor);
-// Id of everything that decides a chunk's bytes.
+// Id of everything that determines a chunk's bytes.
 Hash namespace_id(const cache::v1::NamespaceDescriptor& descriptor);
 // The root of a tenant's chunks in a namespace.
 Hash tenant_root(const Hash& name_space, std::string_view salt);

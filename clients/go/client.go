@@ -1,8 +1,8 @@
 // Package kvsidecar is a gRPC client of KVSidecar's inference workers.
 //
 // Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields document units and
-// defaults. Cancelling a context, or its deadline, ends the request at the worker and frees its memory.
-// Errors are *Error.
+// defaults. When a context is cancelled or its deadline passes, the request ends at the worker, which frees the
+// request's memory. Errors are *Error.
 package kvsidecar
 
 import (
@@ -64,8 +64,8 @@ func (c *Client) Generate(ctx context.Context, request *pb.GenerateRequest) (*pb
 	return response, c.failure(err)
 }
 
-// Stream calls each with every chunk; the last one has FinishReason, Usage and Timings. An error of each ends the
-// request at the worker and is returned unchanged.
+// Stream calls each with every chunk; the last chunk has FinishReason, Usage and Timings. If each returns an error, the
+// request ends at the worker, and Stream returns that error unchanged.
 func (c *Client) Stream(
 	ctx context.Context, request *pb.GenerateRequest, each func(*pb.GenerateStreamResponse) error,
 ) error {
@@ -102,7 +102,7 @@ func (c *Client) WarmWith(ctx context.Context, prompt *pb.Prompt, cache *pb.Cach
 	return c.warm(ctx, &pb.WarmRequest{Prompt: prompt, Cache: cache})
 }
 
-// Prefetch loads stored chunks of a prompt into the daemon's memory, and computes nothing.
+// Prefetch loads stored chunks of a prompt into the daemon's memory, without computing.
 func (c *Client) Prefetch(ctx context.Context, prompt *pb.Prompt) (*pb.WarmResponse, error) {
 	return c.warm(ctx, &pb.WarmRequest{Prompt: prompt, Prefetch: true})
 }
@@ -115,7 +115,7 @@ func (c *Client) warm(ctx context.Context, request *pb.WarmRequest) (*pb.WarmRes
 	return response, c.failure(err)
 }
 
-// ReleaseSession removes the chunks that a session of the tenant stored and alone used, and returns their number.
+// ReleaseSession removes the chunks that only this session of the tenant has used, and returns their number.
 func (c *Client) ReleaseSession(ctx context.Context, session string, tenantSalt []byte) (uint32, error) {
 	response, err := c.Stub.ReleaseSession(ctx, &pb.ReleaseSessionRequest{Session: session, TenantSalt: tenantSalt})
 	return response.GetReleasedChunks(), c.failure(err)

@@ -2,8 +2,8 @@ package kvsidecar
 
 import "google.golang.org/protobuf/proto"
 
-// codec is the default of newer gRPC versions; Debian 12's marshals with a package that is too old for current
-// generated code.
+// codec is the default of newer gRPC versions; the default in Debian 12 marshals with a package that is too old for
+// current generated code.
 type codec struct{}
 
 func (codec) Marshal(message any) ([]byte, error) { return proto.Marshal(message.(proto.Message)) }

@@ -6,8 +6,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Error is a call that failed. Reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
-// clients/python/kvsidecar/errors); Message is one sentence for people.
+// Error is a call that failed. Reason is stable and meant for programs, such as "INVALID_REQUEST" or "OVERLOADED"
+// (clients/python/kvsidecar/errors has all reasons). Message is one sentence for people.
 type Error struct {
 	Code    codes.Code
 	Reason  string
@@ -25,7 +25,7 @@ var reasonOf = map[codes.Code]string{
 	codes.InvalidArgument:  "INVALID_REQUEST",
 }
 
-// fromRPC reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193). Nil stays nil.
+// fromRPC reads google.rpc.ErrorInfo from a call's status (https://google.aip.dev/193). Nil stays nil.
 func fromRPC(err error) error {
 	if err == nil {
 		return nil

@@ -15,7 +15,7 @@ type Hash = [sha256.Size]byte
 
 var escaped = strings.NewReplacer(`\`, `\\`, "\n", `\n`)
 
-// CanonicalEncoding is the hash input of a namespace id: a line per field, in the order of field numbers.
+// CanonicalEncoding is the hash input of a namespace id: one line per field, in the order of field numbers.
 func CanonicalEncoding(d *cache.NamespaceDescriptor) string {
 	return fmt.Sprintf(
 		"model_fingerprint=%s\narchitecture=%s\nlayers=%d\nkv_heads=%d\nhead_dim=%d\ndtype=%d\nrope_parameters=%s\n"+
@@ -27,7 +27,7 @@ func CanonicalEncoding(d *cache.NamespaceDescriptor) string {
 	)
 }
 
-// NamespaceID identifies everything that decides a chunk's bytes.
+// NamespaceID identifies everything that determines a chunk's bytes.
 func NamespaceID(d *cache.NamespaceDescriptor) Hash {
 	return hash("namespace", sized([]byte(CanonicalEncoding(d))))
 }

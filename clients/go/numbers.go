@@ -7,8 +7,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// refuseNegative refuses numbers that were negative before a uint32(n) conversion: -3 is 4294967293 in a message, which
-// would be no limit. No option has values that exceed an int32.
+// refuseNegative refuses numbers that were negative before a uint32(n) conversion: -3 would become 4294967293, which
+// limits nothing. So it refuses all values that exceed an int32.
 func refuseNegative(message protoreflect.Message) error {
 	var found error
 	message.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {

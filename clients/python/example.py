@@ -1,6 +1,6 @@
 """Asks a chat question twice; the second prompt comes from the cache.
 
-Streams the answers. Run it against ``kvsidecar serve``; an argument names another worker (``unix:/PATH`` or
+The example streams the answers. Run it beside ``kvsidecar serve``; an argument names another worker (``unix:/PATH`` or
 ``host:port``).
 """
 

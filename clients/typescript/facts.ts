@@ -76,7 +76,7 @@ async function ended(client: Client): Promise<void> {
   });
 }
 
-/** What only numbers of this language can be: a name for each, its option and what is refused. */
+/** Prints how the client refuses values that only JavaScript can put into a number field: name, option, refusal. */
 async function refusedNumbers(client: Client): Promise<void> {
   const wrong: [string, Partial<GenerateRequest>][] = [
     ["fraction", { maxTokens: 2.5 }], ["nan", { maxTokens: NaN }], ["large", { maxTokens: 2 ** 32 }],

@@ -1,12 +1,12 @@
 // Batch-invariant FlashAttention-2 (arXiv:2307.08691) over a paged KV pool.
 //
-// A tile is a run of rows of one sequence and one KV head; the query heads of its group are packed as rows. It
-// processes the keys in blocks of 64, counted from the start of the sequence. The keys and values of a block are first
-// laid out so that one instruction processes many keys or many channels; four rows then share each load. Eight blocks
-// form a piece: the running maximum and sums of a row restart with every piece and are merged in order, so that
-// splitting a long sequence over threads does not change its bits.
+// A tile is a run of rows of one sequence for one KV head; the query heads that share the KV head are packed as rows. A
+// tile processes the keys in blocks of 64, counted from the start of the sequence. The keys and values of a block are
+// first laid out so that one instruction processes many keys or many channels; four rows then share each load. Eight
+// blocks form a piece. The running maximum and sums of a row restart with every piece, and the pieces are merged in
+// order. So splitting a long sequence over threads does not change its bits.
 //
-// All arithmetic is per row and in one order. On CPUs that multiply pairs of bfloat16, probabilities are rounded to
+// All arithmetic is per row and in a fixed order. On CPUs that multiply pairs of bfloat16, probabilities are rounded to
 // bfloat16, as in torch's kernel and in the CUDA kernels; elsewhere everything is float32.
 #include "jobs.h"
 #include "kv_page_layout.h"
@@ -21,14 +21,15 @@ namespace {
 constexpr int PIECE = 512, ROWS = 4;
 // Rows times heads of a tile; its partial sums should stay in the L2 cache.
 constexpr int TILE = 256, MAX_QUERY_ROWS = TILE + ROWS;
-// Up to this many row groups, values are widened in place for each group instead of once for all.
+// With at most this many row groups, each group widens the values while it reads them from the pool; with more, they
+// are widened once.
 constexpr int FEW_GROUPS = 2;
 // Steps of a product between two portions of prefetched lines.
 constexpr int STEPS = 4;
 constexpr int SCORES = KEYS / LANES;
 constexpr float MASKED = -1e30f;
 
-// Size of a thread's scratch: queries, a block's keys, values and probabilities, and two states of a tile.
+// Size in floats of a thread's scratch: queries, a block's keys, values and probabilities, and two states of a tile.
 int64_t scratch_floats(int64_t dim) {
   return MAX_QUERY_ROWS * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * MAX_QUERY_ROWS * state_floats(dim);
 }
@@ -119,7 +120,7 @@ template <class T> class Tile {
     int64_t head;  // within the group that shares the KV head
   };
 
-  // Returns the lines to prefetch at a time, so that a block's computation covers the next block's lines.
+  // Returns the number of lines to prefetch at a time, so that a block's computation covers the next block's lines.
   int64_t lines_per_portion() const {
     const int64_t lines = 2 * KEYS * dim_ * (int64_t)sizeof(T) / PagePrefetch::LINE;
     const int64_t groups = (num_query_rows_ + ROWS - 1) / ROWS, words = dim_ * sizeof(T) / sizeof(int32_t);
@@ -158,7 +159,7 @@ template <class T> class Tile {
     each_block(piece * PIECE, (piece + 1) * PIECE, true, [&](int64_t group) { attend(group, state); });
   }
 
-  // Second pass, once the sums are known: the maximum probability over rows of each key.
+  // Second pass, once the sums are known: computes each key's maximum probability over the rows.
   void collect_max_probs() {
     each_block(0, last_ + 1, false, [&](int64_t group) { update_max_probs(group); });
   }
@@ -191,7 +192,8 @@ template <class T> class Tile {
     }
   }
 
-  // Plans what to prefetch while the present block is computed: the next block, or the first of the next work item.
+  // Selects the block to prefetch meanwhile: the next block of this item or, at its end, the first block of the next
+  // item.
   void plan_prefetch(int64_t to, bool with_values) {
     const int64_t next = first_key_ + KEYS;
     prefetch_.clear();

@@ -1,6 +1,6 @@
 // BF16 GEMV for few rows over a weight packed by oneDNN, at memory bandwidth and with oneDNN's bits.
 //
-// One sum per block of input features, then the sum of the blocks, then the bias.
+// Order of operations: one sum per block of input features, then the sum of the blocks, then the bias.
 #include "jobs.h"
 #include "simd.h"
 #include "thread_pool.h"
@@ -35,9 +35,9 @@ void multiply(const int32_t* weight, const int32_t* x, int64_t words, int64_t co
     for (int n = 0; n < VECTORS; n++) store(kept + i * OUTPUTS + n * LANES, sums[i][n]);
 }
 
-// Multiplies a strip by up to SLAB rows. A piece of the strip that fits into the L1 cache meets all rows before the next
-// piece, which the first groups of rows prefetch from memory meanwhile: otherwise memory would wait while rows compute.
-// The sums wait in the L1 cache between pieces, unchanged.
+// Multiplies a strip by up to SLAB rows. Each piece of the strip fits into the L1 cache and is multiplied by all rows
+// before the next piece. Meanwhile, the first groups of rows prefetch the next piece; otherwise memory would be idle.
+// Between pieces the sums stay unchanged in the L1 cache.
 void multiply_strip(const Bf16GemvJob& job, int64_t strip, int64_t first_row, int64_t rows) {
   alignas(64) float kept[SLAB * OUTPUTS], total[SLAB * OUTPUTS];
   const int64_t words = job.inputs / 2, step = job.block / 2;

@@ -51,14 +51,14 @@ bool none(Words x) {
   return any == 0;
 }
 
-// Writes the codes of a group; false if a value has no code. A NaN never has one.
+// Writes the codes of a group; returns false if a value has no code. A NaN has no code.
 bool encode_group(const float* x, GroupParameters line, float largest, uint8_t* codes) {
   const float scale = float_of(line.scale), base = float_of(line.base);
   const Floats wide = splat(scale), start = splat(base), divisor = splat(scale == 0.f ? 1.f : scale);
   Words wrong = {};
   for (int i = 0; i < GROUP; i += LANES) {
     const Floats number = load<Floats>(x + i), shifted = (number - start) / divisor + SHIFT, code = shifted - SHIFT;
-    // Exact but for one rounding: a code times a scale has 19 bits.
+    // Rounded only once, by the fma: the product of a code and a scale has 19 bits and is exact.
     const Words right = (fma(code, wide, start) == number) & (code >= 0.f) & (code <= largest);
     wrong |= ~right;
     const Words bits = (Words)shifted & 255;
@@ -84,7 +84,7 @@ int64_t find(const CodeRecoveryJob& job, const float* x, uint8_t* codes, GroupPa
   return n;
 }
 
-// Groups of a strip of outputs over the same inputs.
+// One group of each output of a strip, over the same inputs.
 struct Tile {
   uint8_t codes[OUTPUTS][GROUP];
   uint16_t scales[OUTPUTS], bases[OUTPUTS];

@@ -1,8 +1,9 @@
 // CpuGraph: a sequence of kernels on one OpenMP team that is started once.
 //
-// Between small kernels, starting the team takes longer than the kernels themselves. A kernel is done when every thread
-// that entered it has left it, since a thread leaves when there is no more work to claim. No thread waits for one that
-// has not entered: a thread that the system schedules late finds its nodes done and joins at a later node.
+// Between small kernels, starting the team takes longer than the kernels themselves. A thread leaves a kernel when
+// there is no more work to claim, so a kernel is done when every thread that entered it has left it. Threads do not
+// wait for a thread that has not entered: if the system schedules a thread late, that thread finds the first nodes done
+// and joins at a later node.
 #include "jobs.h"
 #include "thread_pool.h"
 

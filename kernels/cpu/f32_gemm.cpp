@@ -1,6 +1,6 @@
 // Float32 GEMM over weights stored in 16 bits or as codes of 4 or 8 bits, for any number of rows.
 //
-// Weights are stored in 16 bits if those are exact, or as codes, and are widened in registers; few rows run at memory
+// Weights are stored in 16 bits if that is exact, or as codes, and are widened in registers; few rows run at memory
 // bandwidth. Order of operations: one sum per block of inputs with fused multiply-adds, one input after the other; then
 // the sum of the blocks; then the bias. So a row's bits depend neither on other rows, nor on threads, nor on the
 // instruction set.
@@ -107,7 +107,7 @@ template <int BITS> struct Coded {
   }
 };
 
-// Adds the sums of one block of inputs to those of the blocks before. `y` is the first row's first output.
+// Adds the sums of one block of inputs to the sums of earlier blocks. `y` is the first row's first output.
 template <int ROWS, class Rows, class Weights>
 void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block,
               float* y) {
@@ -138,8 +138,8 @@ void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs,
   }
 }
 
-// Multiplies a strip's block by rows, as many at a time as registers hold sums of. 8 + 8 rows are faster than 12 + 4,
-// because the few sums of 4 rows are bound by latency.
+// Multiplies one block of a strip by rows, in groups of rows whose sums fit into registers. 8 + 8 rows are faster than
+// 12 + 4, because 4 rows have too few sums to hide the latency.
 template <class Rows, class Weights>
 void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block,
                    float* y) {
@@ -183,8 +183,8 @@ template <class Weights> void widen(Weights weights, int64_t inputs, float* wide
     });
 }
 
-// Many rows: transposed for sequential access, and each weight is widened once. A strip passes through all blocks of a
-// span of inputs before the next strip, so that its sums stay in the caches between blocks.
+// Many rows: transposed for sequential access, and each weight is widened once. One strip is multiplied by all blocks
+// of a span of inputs before the next strip, so that its sums stay in the caches between blocks.
 template <class Weights>
 void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) static thread_local float transposed[SPAN_BLOCKS][TILE * BLOCK + LANES];

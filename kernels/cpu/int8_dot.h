@@ -21,7 +21,7 @@ KVK_INLINE Floats widened(const half* from) {
 #endif
 }
 
-// Inputs per call of dot_bytes, at most: as many as sums of products of 4-bit codes fit into 16 bits.
+// Maximal number of inputs per call of dot_bytes: sums over more 4-bit codes may not fit into 16 bits.
 constexpr int MAX_STEP = 32;
 
 #if defined(__aarch64__)
@@ -38,7 +38,7 @@ KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
   struct __attribute__((packed, may_alias)) Quad {
     int32_t bytes;
   };
-  // GCC would broadcast with a separate load instruction.
+  // Assembly, because GCC would broadcast with a separate load instruction.
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(((const Quad*)x)->bytes));
   return total;
 }

@@ -24,7 +24,7 @@ struct AttentionBatch {
   int64_t max_probs_stride;  // keys up to the end of the last block
   int64_t kv_heads, group_size, dim;
   int64_t kv_head_stride;    // elements from one KV head to the next
-  int64_t of_bf16;           // else float32
+  int64_t of_bf16;           // 1: elements are bfloat16; 0: float32
   int64_t has_softcap;
   float softcap;             // in units of log 2
 };
@@ -37,7 +37,7 @@ struct AttentionJob {
   const void* keys;    // [kv_heads, slots, dim]
   const void* values;  // likewise
   int64_t window;      // keys that a row attends to; larger than any sequence without a window
-  float scale;         // of scores, in units of log 2; with a soft cap, the factor inside tanh, doubled
+  float scale;         // factor of scores, in units of log 2; with a soft cap, twice the factor inside tanh
 };
 
 // Work item: a tile, or one piece of a split tile.
@@ -46,7 +46,7 @@ struct AttentionUnit {
   int64_t first_page;  // index of its sequence's first page
   int64_t tile;        // index of the tile, among split tiles if it is split
   int64_t piece;       // -1: the whole tile
-  int64_t pieces;      // of the whole tile
+  int64_t pieces;      // number of pieces of the whole tile
   int64_t partial;     // start of the tile's partial states, in rows of one KV head
 };
 
@@ -59,7 +59,7 @@ struct Chunk {
   float *key_scale, *key_zero, *value_scale, *value_zero;
   uint8_t *sink_keys, *sink_values;
   const float *cosine, *sine;  // [half] of the RoPE shift of keys; null: no shift
-  int64_t tokens;              // to copy, of chunk_tokens
+  int64_t tokens;              // number of tokens to copy, at most chunk_tokens
   int64_t chunk_tokens;
   int64_t bits, group_tokens, sink_tokens;
   int64_t half;  // half of the rotary channels: channel i < half pairs with channel i + half
@@ -161,7 +161,7 @@ constexpr int64_t SYMMETRIC = 0, MIN_BASED = 1, MAX_BASED = 2, MAX_CANDIDATES = 
 
 struct QuantizerCandidate {
   int64_t kind;
-  float steps;  // codes from minimum to maximum; symmetric: from the largest magnitude to 0
+  float steps;  // number of codes from minimum to maximum; symmetric: from the largest magnitude to 0
   float zero;   // symmetric: the code of 0
 };
 
@@ -170,7 +170,7 @@ struct CodeRecoveryJob {
   const float* weight;  // [outputs, inputs]
   uint8_t* data;        // [strips, strip_bytes], in the layout of f32_gemm.cpp
   int64_t outputs, inputs, strip_bytes;
-  int64_t largest;  // code
+  int64_t largest;  // largest code
   const QuantizerCandidate* candidate;
   int64_t num_candidates;
   int64_t* match_counts;  // [num_candidates + 1] of zeros: groups first matched by each candidate; last: by none
@@ -178,7 +178,7 @@ struct CodeRecoveryJob {
 
 // ---- quantized_gemm.cpp ---------------------------------------------------------------------------------------------
 
-// Activations of a row that share a scale; fewer if a weight's group is smaller.
+// Number of activations of a row that share a scale; the weight's group size if that is smaller.
 constexpr int64_t QUANTIZED_BLOCK = 64;
 
 struct QuantizedGemmJob {
@@ -197,13 +197,13 @@ struct QuantizedGemmJob {
 
 // ---- cpu_graph.cpp --------------------------------------------------------------------------------------------------
 
-// Kernel with its job, in execution order.
+// Kernel and its job.
 struct alignas(64) GraphNode {
   int64_t running_threads;  // threads inside the kernel, or DONE
   void (*run)(void*);
   int64_t* job;
   int64_t counters;    // number of the job's first fields that are reset to zero
-  int64_t* rows;       // the job's field of that name, or null
+  int64_t* rows;       // address of the job's field `rows`, or null
   int64_t multiple;    // the row count is rounded up to this multiple
 };
 
@@ -214,7 +214,7 @@ struct CpuGraphJob {
 
 }  // namespace kvk
 
-// Kernel, called by every participating thread, and the size of its job.
+// Declares a kernel, which every participating thread calls, and the function that returns the size of its job.
 #define KVK_KERNEL(name, Job)       \
   KVK_EXPORT void kvk_##name(Job*); \
   KVK_EXPORT int64_t kvk_##name##_bytes();
@@ -237,6 +237,6 @@ KVK_EXPORT int64_t kvk_chunk_bytes();
 KVK_EXPORT int64_t kvk_graph_node_bytes();
 // Resets a graph's nodes, before its threads start.
 KVK_EXPORT void kvk_cpu_graph_begin(kvk::CpuGraphJob*);
-// Floats of a thread's scratch, and of the softmax state of one row and head.
+// Sizes in floats: of a thread's scratch, and of the softmax state of one row and head.
 KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim);
 KVK_EXPORT int64_t kvk_attention_state(int64_t dim);

@@ -15,7 +15,7 @@ constexpr int MAX_DIM = 1024;
 constexpr int64_t BLOCK = 64;  // tokens per work item, unless key groups define it
 
 KVK_INLINE Words extended_bytes(const uint8_t* from) {
-#if defined(__AVX512F__)  // as one instruction, which GCC does not find
+#if defined(__AVX512F__)  // one instruction, which GCC does not generate
   return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 #else
   typedef uint8_t Bytes __attribute__((vector_size(LANES)));
@@ -138,7 +138,7 @@ template <class T> class ChunkCopier {
   }
 
   void pack_keys(int64_t first, int64_t end, int64_t head) const {
-    // Sink tokens are outliers stored unquantized: they must not widen the scale of the other tokens.
+    // Sink tokens are outliers and stored unquantized, so they must not widen the scale of the other tokens.
     const int64_t behind = first > c_.sink_tokens ? first : c_.sink_tokens, rest = behind < end ? behind : first;
     const int64_t group = of_group(first / c_.group_tokens, head);
     float lows[MAX_DIM], inverses[MAX_DIM];

@@ -12,7 +12,7 @@ constexpr int PAGE = 32, KEYS = 64;
 KVK_INLINE Words words(const int32_t* from, int64_t count) {
   if (count >= LANES) return load<Words>(from);
   Words out = {};
-  memcpy(&out, from, LANES / 2 * sizeof(int32_t));  // dimensions come by 16
+  memcpy(&out, from, LANES / 2 * sizeof(int32_t));  // dim is a multiple of 16
   return out;
 }
 

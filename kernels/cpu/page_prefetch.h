@@ -8,8 +8,8 @@ namespace kvk {
 //
 // A core has about ten buffers for lines on their way from memory, and a prefetch waits for a free one. Prefetching a
 // block of keys and values at once thus stalls the core as long as memory takes, and memory is idle afterwards, while
-// the core computes. In portions of a few lines, both work all the time. Lines go to the L2 cache: a block is as large
-// as the L1 cache.
+// the core computes. With portions of a few lines, core and memory work all the time. Lines go to the L2 cache: a block
+// is as large as the L1 cache.
 class PagePrefetch {
  public:
   static constexpr int MAX_PAGES = 4, LINE = 64;

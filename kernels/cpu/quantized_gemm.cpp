@@ -5,8 +5,8 @@
 // on threads, nor on the instruction set. Few rows run at memory bandwidth.
 //
 // A weight is (code - zero) * scale. Memory layout, 16 outputs at a time: the codes of each group of inputs, then the
-// outputs' scales and zeros as halves. 8-bit codes are [inputs / 4, 16, 4]; 4-bit codes [inputs / 8, 16, 4], with the
-// second four inputs in the upper halves of the first four's bytes.
+// outputs' scales and zeros as halves. 8-bit codes are [inputs / 4, 16, 4]; 4-bit codes [inputs / 8, 16, 4], where the
+// upper halves of the bytes of inputs 0 to 3 hold inputs 4 to 7.
 #include "int8_dot.h"
 #include "jobs.h"
 #include "thread_pool.h"
@@ -37,11 +37,11 @@ template <int STEP = LANES / 2, int... I> KVK_INLINE Words maximum_of(Words x, I
   else return x;
 }
 
-// Quantizes a block: its bytes, their scale, and their sum. An infinity or NaN becomes the scale, and so propagates to
-// all results of the row.
+// Quantizes a block; writes its bytes, their scale, and their sum. An infinity or NaN becomes the scale, and so
+// propagates to all results of the row.
 template <class T> void quantize(const T* x, int64_t block, int8_t* bytes, float* scale, float* sum) {
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
-  Words bits = Words{};  // the bit patterns are ordered as integers, NaN above infinity
+  Words bits = Words{};  // bit patterns, as integers, have the order of the values; NaN is above infinity
   for (int64_t i = 0; i < block; i += LANES) bits = larger(bits, (Words)widened(x + i) & 0x7FFFFFFF);
   const float most = ((Floats)maximum_of(bits, Lanes()))[0];
   const Floats inverse = splat(most == 0 ? 0.0f : 127.0f / most);
@@ -83,7 +83,7 @@ template <int BITS, int QUADS> KVK_INLINE void read(const uint8_t* from, Words (
     }
 }
 
-// STEP: inputs that are multiplied at a time, a divisor of the block.
+// STEP is the number of inputs that are multiplied at a time, a divisor of the block.
 template <int BITS, int STEP, int ROWS, class T> void multiply(const QuantizedGemmJob& job, int64_t strip, int64_t row) {
   const int64_t block = block_of(job), blocks = job.inputs / block;
   const int64_t code_bytes = job.group * OUTPUTS * BITS / 8, group_bytes = code_bytes + OUTPUTS * 2 * sizeof(half);
@@ -159,7 +159,7 @@ template <class T> void run(QuantizedGemmJob& job) {
     quantize_tile<T>(job, tile);
     __atomic_fetch_add(&job.quantized_tiles, 1, __ATOMIC_RELEASE);
   }
-  // Every claimed tile is being quantized by the thread that claimed it.
+  // This wait ends: every claimed tile is being quantized by the thread that claimed it.
   wait_until([&] { return __atomic_load_n(&job.quantized_tiles, __ATOMIC_ACQUIRE) >= tiles; });
   const int64_t live = live_rows(job);
   for (int64_t unit; (unit = claim_next(&job.next_item)) < tiles * job.parts;) {

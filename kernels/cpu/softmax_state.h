@@ -4,7 +4,7 @@
 
 namespace kvk {
 
-// Maximum of a row before its first key: above a masked key's score, below every other.
+// Maximum of a row before its first key: above a masked key's score, below every other score.
 constexpr float LEAST = -1e29f;
 
 inline int64_t state_floats(int64_t dim) { return dim + 2 * LANES; }

@@ -1,7 +1,7 @@
 // Asynchronous 16-byte copies from global to shared memory (cp.async, sm_80 and later).
 //
-// Earlier architectures copy synchronously. A thread's copies are complete after copies_wait; other threads' also need
-// a barrier.
+// Earlier architectures copy synchronously. After copies_wait, the thread's own copies are complete; before a thread
+// reads copies of other threads, a barrier is needed, too.
 #pragma once
 #include "platform.cuh"
 

@@ -1,10 +1,10 @@
 // FlashAttention-2 (arXiv:2307.08691) over the paged KV pool or quantized chunks.
 //
-// A thread block processes 64 rows of one sequence and one KV head: the query heads of its group are packed as rows, so
-// each key is read once for all of them. Rows have positions, so prefill, append, decode and selective recompute share
-// one causal mask: a row attends to keys up to its own position. Keys can be split over blocks (flash decoding); the
-// parts are merged by their log-sum-exp, and so are parts from different sources, chunks in the arena and tokens in the
-// pool.
+// A thread block processes 64 rows of one sequence for one KV head. The query heads that share the KV head are packed
+// as rows, so each key is read once for all of them. Rows have positions, so prefill, append, decode and selective
+// recompute share one causal mask: a row attends to keys up to its own position. Keys can be split over blocks (flash
+// decoding); the parts are merged by their log-sum-exp. Parts from different sources (chunks in the arena, tokens in
+// the pool) are merged in the same way.
 #include "attention_params.h"
 #include "kv_source.cuh"
 #include "softmax.cuh"

@@ -18,7 +18,7 @@ struct AwqParams {
 
 namespace {
 
-// q in the low mantissa bits below these bits is 2^10 + q in f16 and 2^7 + q in bf16.
+// Exponent bits that, with q in the low mantissa bits, represent 2^10 + q in f16 and 2^7 + q in bf16.
 template <class T> struct Number;
 template <> struct Number<f16> {
   static constexpr uint32_t BITS = 0x64006400;

@@ -13,7 +13,7 @@ struct KvPiece {
   int64_t keys, values, key_scale, key_zero, value_scale, value_zero, sink_keys, sink_values;
   int first_layer, end_layer;
   int chunk_tokens;  // of the whole chunk
-  int tokens;        // of them, to copy
+  int tokens;        // number of tokens to copy
   int group_tokens, sink_tokens;
   int half;  // half of the channels that the RoPE shift rotates: channel i < half pairs with i + half; 0: no shift
   int unused;
@@ -26,9 +26,9 @@ struct KvPackParams {
   uint8_t* payloads;
   int64_t blocks;  // byte offset in the table: piece and first token of each thread block, both int
   int64_t layer_stride, head_stride;  // of the pool, in elements
-  int first_layer;                    // of the grid
+  int first_layer;                    // layer of the grid's first blocks
   int heads, dim;
-  int channels;  // of each thread
+  int channels;  // adjacent channels per thread
 };
 
 namespace {
@@ -62,7 +62,7 @@ template <class T> KVK_DEVICE T* in_pool(void* pool, const KvPackParams& p, cons
   return (T*)pool + s.layer * p.layer_stride + s.head * p.head_stride + slot * p.dim + s.channel;
 }
 
-// Accesses of 16 bytes, or of the 4 or 8 that there are.
+// Loads and stores with accesses of 16 bytes; one or two words with one access of 4 or 8 bytes.
 template <int WORDS> KVK_DEVICE void load(uint32_t (&to)[WORDS], const void* from) {
   if constexpr (WORDS % 4 == 0) {
     KVK_UNROLL
@@ -137,7 +137,7 @@ template <int BITS> KVK_DEVICE float scale_of(float low, float high) {
 
 KVK_DEVICE float inverse_of(float scale) { return scale > 0 ? divide(1.f, scale) : 0.f; }
 
-// Unquantized.
+// Packs an unquantized chunk.
 template <class T> KVK_DEVICE void pack_whole(const KvPackParams& p) {
   constexpr int N = 8;
   const Share s(p, N);
@@ -148,7 +148,7 @@ template <class T> KVK_DEVICE void pack_whole(const KvPackParams& p) {
   copy_elements<N>(p.payloads + s.piece.values + to, in_pool<T>(p.pool_values, p, s, token));
 }
 
-// Keys of a group of tokens. `ranges` is shared memory for two floats per thread and channel.
+// Packs the keys of a group of tokens. `ranges` is shared memory for two floats per thread and channel.
 template <class T, int BITS, int N> KVK_DEVICE void pack_keys(const KvPackParams& p, const Share& s, float* ranges) {
   const KvPiece& piece = s.piece;
   const int start = s.first_token, stop = min(start + piece.group_tokens, piece.chunk_tokens);
@@ -157,7 +157,7 @@ template <class T, int BITS, int N> KVK_DEVICE void pack_keys(const KvPackParams
   float x[N], low[N], high[N];
   KVK_UNROLL
   for (int e = 0; e < N; e++) low[e] = infinity(), high[e] = -infinity();
-  // Sink tokens are outliers stored unquantized: they must not widen the scale of the other tokens.
+  // Sink tokens are outliers and stored unquantized, so they must not widen the scale of the other tokens.
   const int rest = max(start, piece.sink_tokens) < stop ? max(start, piece.sink_tokens) : start;
   for (int token = rest + s.row; mine && token < stop; token += s.rows) {
     load_codes<T, 16>(x, (const uint8_t*)in_pool<T>(p.pool_keys, p, s, token));
@@ -197,7 +197,7 @@ template <class T, int BITS, int N> KVK_DEVICE void pack_keys(const KvPackParams
   }
 }
 
-// Values of the same tokens: the threads of a row share a token.
+// Packs the values of the same tokens; the threads of a row share a token.
 template <class T, int BITS, int N> KVK_DEVICE void pack_values(const KvPackParams& p, const Share& s, float* ranges) {
   const KvPiece& piece = s.piece;
   const int stop = min(s.first_token + piece.group_tokens, piece.chunk_tokens);
@@ -242,7 +242,7 @@ template <class T, int BITS, int N> KVK_DEVICE void pack_group(const KvPackParam
   pack_values<T, BITS, N>(p, s, (float*)ranges);
 }
 
-// Keys before the RoPE shift, N channels from `channel` on.
+// Loads N channels of a key from `channel` on, before the RoPE shift.
 template <class T, int BITS, int N>
 KVK_DEVICE void load_keys(float (&out)[N], const KvPackParams& p, const Share& s, int token, int channel) {
   const KvPiece& piece = s.piece;
@@ -264,7 +264,7 @@ KVK_DEVICE void load_keys(float (&out)[N], const KvPackParams& p, const Share& s
   }
 }
 
-// Unquantized elements of a token.
+// Returns the address of a token's unquantized elements.
 template <int BITS>
 KVK_DEVICE const uint8_t* elements_of(const KvPackParams& p, const Share& s, int token, int64_t whole, int64_t sinks) {
   const int tokens = BITS == 16 ? s.piece.chunk_tokens : s.piece.sink_tokens;
@@ -322,7 +322,7 @@ template <class T, int BITS, int N> KVK_DEVICE void unpack_tokens(const KvPackPa
   unpack_values<T, BITS, N>(p, s, token);
 }
 
-// The widest accesses to codes that a head's channels allow: 16 bytes, or the half or quarter of them.
+// Use the widest accesses to codes that a head's channels allow: 16, 8 or 4 bytes.
 template <class T, int BITS, int N = 128 / BITS> KVK_DEVICE void pack_chunks(const KvPackParams& p) {
   if (N == 8 || p.channels == N) pack_group<T, BITS, N>(p);
   else if constexpr (N > 8) pack_chunks<T, BITS, N / 2>(p);

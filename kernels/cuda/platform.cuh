@@ -1,7 +1,7 @@
 // Platform layer of the kernels: the same names under nvcc, NVRTC and the CPU emulator (kernels/emulator).
 //
 // Kernels are written once. They use element types (f16, bf16), barriers, shuffles, shared memory through KVK_SHARED,
-// and the wrappers of tensor_core.cuh and async_copy.cuh; nothing else of CUDA.
+// and the wrappers of tensor_core.cuh and async_copy.cuh, but no other feature of CUDA.
 #pragma once
 
 #ifdef KVK_EMULATED
@@ -23,7 +23,7 @@ using f16 = __half;
 using bf16 = __nv_bfloat16;
 
 #define KVK_DEVICE __device__ __forceinline__
-// Loops over arrays in registers, which have no addresses, must be unrolled completely.
+// Registers have no addresses, so loops over arrays in registers must be unrolled completely.
 #define KVK_UNROLL _Pragma("unroll")
 // Dynamic shared memory, 16-byte aligned.
 #define KVK_SHARED(name) extern __shared__ __align__(16) unsigned char name[]

@@ -2,8 +2,8 @@
 //
 // Stricter than a GPU:
 //   - shared memory is initialized to NaN (0xff bytes), which exposes reads of unwritten memory;
-//   - asynchronous copies land at the wait, which exposes a missing wait, at their issue, which exposes a copy over data
-//     that another warp still reads, or at random in between (kvk_schedule);
+//   - an asynchronous copy happens at the wait (which exposes a missing wait), at its issue (which exposes a copy over
+//     data that another warp still reads), or at a random time between (kvk_schedule);
 //   - one warp runs as far as possible before the next one starts, first to last or last to first, which exposes a missing
 //     barrier in one of the orders; or warps and their lanes take turns at random;
 //   - a misaligned access, a barrier that some threads never reach, and a launch beyond the limits of a card (kvk_card) or

@@ -1,6 +1,6 @@
 """Kernels of the KV cache, chosen by device, each with a torch reference of the same signature.
 
-Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
+Imports ``kvsidecar`` (the chunk layout), but no package of the servers.
 """
 
 from kvkernels.chunk_payload import ChunkPlacement, DeviceBytes, LoadedLayers, Payload

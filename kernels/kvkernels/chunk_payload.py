@@ -58,7 +58,7 @@ class ChunkPlacement:
 
 @dataclass(frozen=True)
 class LoadedLayers:
-    """Layers that the pool contains, or contains once the device has done ``ready``."""
+    """Layers that the pool contains; with ``ready``, from that event of the device on."""
 
     layers: range
     ready: Event | None = None

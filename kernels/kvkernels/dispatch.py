@@ -78,7 +78,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 
 @cache
 def _transfer(device: torch.device, use: str) -> ChunkTransfer:
-    """Return a device's transfer; each ``use`` has its own, so stores do not wait for loads."""
+    """Return a device's transfer; each ``use`` has its own transfer, so stores do not wait for loads."""
     return ChunkTransfer(device_of(device))
 
 
@@ -124,8 +124,9 @@ def unpack_chunks(
 ) -> Generator[LoadedLayers, None, None]:
     """Dequantize chunks into the pool, one group of layers at a time.
 
-    Yields each group once the pool contains it, or once a device will: a stream or thread that reads the pool waits for
-    the group's event. Payloads in host memory may be freed after the last group.
+    On the CPU, yields each group once the pool contains it. On a device, yields each group once its work is enqueued; a
+    stream or thread that reads the pool must wait for the group's event. Payloads in host memory may be freed after the
+    last group.
     """
     if cpu_chunks.serves(keys):
         unpackers = [(some[0], cpu_chunks.ChunkUnpacker(keys, values, some)) for some in _by_layers(pieces)]

@@ -60,7 +60,7 @@ def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, array
     _stored(arrays["sink_values"], v.dtype).copy_(v[:, :sinks])
     k, v = k.float(), v.float()
     for group, start in enumerate(range(0, len(slots), header.key_group_tokens)):
-        # Sink tokens are outliers stored unquantized: they must not widen the scale of the other tokens.
+        # Sink tokens are outliers and stored unquantized, so they must not widen the scale of the other tokens.
         rest = slice(max(start, sinks), start + header.key_group_tokens)
         part = slice(start, start + header.key_group_tokens)
         source = k[:, rest] if k[:, rest].shape[1] else k[:, part]

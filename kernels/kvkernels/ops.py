@@ -128,7 +128,7 @@ def _(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
 def awq_gemm(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
     """Multiply ``x [rows, in]`` by 4-bit AWQ weights: ``[rows, out]``.
 
-    The weights come from ``awq.repack``: ``codes`` int32 ``[in / 16, out / 64, 32, 4]``, ``scales`` and
+    The weights come from ``awq_gemm.repack``: ``codes`` int32 ``[in / 16, out / 64, 32, 4]``, ``scales`` and
     ``zeros [in / group, out]``.
     """
     weights = awq.AwqWeights(codes, scales, zeros, group)

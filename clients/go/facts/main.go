@@ -1,5 +1,5 @@
-// Says what this client sees of a worker, a line for each fact, for tests/clients to judge: facts TARGET.
-// Without a target it says the hashes of docs/protocol.md's test vectors, and checksums by length.
+// Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT. Without arguments it
+// prints the hashes of docs/protocol.md's test vectors, and checksums by length.
 package main
 
 import (

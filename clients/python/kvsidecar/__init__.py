@@ -1,7 +1,7 @@
 """KVSidecar's client library: gRPC stubs, key and chunk formats, clients, command line.
 
-The servers import this package. It imports neither them nor torch; only ``kv_transfer`` and ``integrations`` need torch
-and the kernels, and no other module imports these two.
+The servers import this package; it does not import the servers. Only ``kv_transfer`` and ``integrations`` import torch
+and the kernels, and no other module imports these two packages.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: most importers of this package need no client, whose import loads gRPC.
+    # Lazy: importing a client loads gRPC, and most importers of this package need no client.
     if name in __all__:
         from kvsidecar import client, errors
 

@@ -1,7 +1,7 @@
 """Bloom filter over a daemon's index, which clients map into their memory.
 
-Most prompts that are not stored then need no call. ``kvsidecar.cache.v1.IndexSummary`` is the specification. After Fan,
-Cao, Almeida and Broder, "Summary Cache" (2000).
+With it, clients need no call for most prompts that are not stored. ``kvsidecar.cache.v1.IndexSummary`` is the
+specification. After Fan, Cao, Almeida and Broder, "Summary Cache" (2000).
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, Overloaded, from_rpc
 
 _PAGE = 1000
-_NUM_THREADS = 4  # a daemon serves many more streams, but this many saturate the link
+_NUM_THREADS = 4  # enough to saturate the link; a daemon serves many more streams
 _CALL_SECONDS = 120.0
-# The two lists are read one after the other, so an expiry that is this much later counts as equal.
+# The chunk lists of the two daemons are read one after the other, so an expiry that is this much later counts as equal.
 _SLACK_SECONDS = 5.0
 
 
@@ -62,7 +62,7 @@ class _ListedChunk:
 def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
     """Return a namespace's descriptor, from a worker attached to one of these daemons.
 
-    Raises InvalidRequest when no worker is attached, grpc.RpcError.
+    Raises InvalidRequest when no worker of the namespace is attached, and grpc.RpcError.
     """
     for daemon in daemons:
         try:
@@ -91,7 +91,7 @@ def transfer_tenant(
     """Copy a tenant's chunks that ``target`` lacks, or has with an earlier expiry.
 
     ``source`` and ``target`` are stubs. Copies parents before children. Calls ``heard(done, total)`` after each wave.
-    Raises KVSidecarErrors; chunks that were copied before stay.
+    Raises KVSidecarErrors; chunks that were copied before an error stay.
     """
     there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
     found = _listed(source, tenant)
@@ -120,7 +120,7 @@ def transfer_tenant(
 def _waves(chunks: list[_ListedChunk]) -> Iterator[list[_ListedChunk]]:
     """Yield chunks in waves, parents first.
 
-    The first wave are the chunks whose parents are not in ``chunks``, the next one their children, and so on.
+    The first wave has the chunks whose parents are not in ``chunks``, the second wave their children, and so on.
     """
     names = {chunk.info.prefix_hash for chunk in chunks}
     children: dict[bytes, list[_ListedChunk]] = defaultdict(list)
@@ -155,7 +155,8 @@ def _carry_one(
 ) -> int | None:
     """Copy one chunk; return its payload's bytes.
 
-    Returns 0 when the target had it, None when the chunk or its parent no longer exists. Raises KVSidecarErrors.
+    Returns 0 when the target already had the chunk, None when the chunk or its parent no longer exists. Raises
+    KVSidecarErrors.
     """
     chunk, left = listed.info, listed.ends_at - time.monotonic()
     if left <= 0:
@@ -190,7 +191,8 @@ def _pieces(
 ) -> Iterator[pb.StoreRequest]:
     """Yield the requests of a Store.
 
-    gRPC consumes them on its own thread, and reports only that it failed, so the cause is appended to ``failed``.
+    gRPC consumes the requests on its own thread. If reading from the source fails, gRPC reports no cause to the caller,
+    so the cause is appended to ``failed``.
     """
     start = pb.StoreStart(descriptor=descriptor, tenant_salt=tenant.salt, header=header, ttl_seconds=ttl_seconds)
     yield pb.StoreRequest(start=start)

@@ -1,6 +1,7 @@
 """Layout of a chunk's payload: its sections and their offsets.
 
-Computed from the header alone; the first comment of ``protos/kvsidecar/cache/v1/chunk.proto`` is the specification.
+The layout follows from the header alone; the first comment of ``protos/kvsidecar/cache/v1/chunk.proto`` is the
+specification.
 """
 
 from __future__ import annotations

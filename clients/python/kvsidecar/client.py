@@ -1,7 +1,7 @@
 """gRPC clients of an inference worker, sync and async.
 
 Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too. If the program uses
-OpenTelemetry, calls carry its active span (W3C Trace Context).
+OpenTelemetry, calls include the active span as W3C Trace Context.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Completion:
     stopped_by: str | int | None = None
     """The request's stop string or stop token that ended the answer."""
     reasoning: str = ""
-    """Reasoning before the answer to a chat, where the model's template marks it; it is not in ``text``."""
+    """Reasoning before a chat's answer, if the model's template marks reasoning; ``text`` does not include it."""
     miss: pb.MissReason | None = field(default=None, repr=False)
-    """With ``explain``: the reason why tokens of the prompt were computed; None if all but the last were cached."""
+    """With ``explain``: the reason why prompt tokens were computed; None if all tokens but the last were cached."""
 
     @property
     def ttft_ms(self) -> float:
@@ -61,7 +61,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionChunk:
-    """A chunk of a streamed answer; ``final`` is set in the last one."""
+    """A chunk of a streamed answer; the last chunk has ``final``."""
 
     text: str
     token_ids: list[int]
@@ -70,7 +70,7 @@ class CompletionChunk:
     reasoning: str = ""
 
 
-_Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # the message with the prompt's data: a stream's first part
+_Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # has the prompt's data; of a stream, the first part
 _FINISH = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -125,7 +125,7 @@ class Client:
     """Synchronous client of an inference worker.
 
     Thread-safe. Close it, or use it as a context manager. Without an address it calls the first worker of the local
-    node. If that fails before any output, it sends the request to another worker.
+    node. If a call fails before any output, the client sends the request to another worker.
     """
 
     def __init__(self, address: str | Path | None = None) -> None:
@@ -205,7 +205,7 @@ class Client:
         return response
 
     def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
-        """Remove the chunks that a session stored and alone used. Returns how many."""
+        """Remove the chunks that only this session has used. Returns their number."""
         request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
         return int(self._call(self.stub.ReleaseSession, request, 60).released_chunks)
 
@@ -313,7 +313,7 @@ class AsyncClient:
         return response
 
     async def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
-        """Remove the chunks that a session stored and alone used. Returns how many."""
+        """Remove the chunks that only this session has used. Returns their number."""
         request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
         return int((await self._call(self.stub.ReleaseSession, request, 60)).released_chunks)
 
@@ -356,7 +356,7 @@ class _RetryState:
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def again(self) -> bool:
-        """Record the current worker as unavailable; return whether there is another one."""
+        """Record the current worker as unavailable; return whether there is another worker to try."""
         self._tried.add(self._asked)
         return self._workers.another(self._tried)
 

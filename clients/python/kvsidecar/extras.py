@@ -1,6 +1,6 @@
 """Extras of the distribution: packages that commands need beyond the base installation.
 
-Imports nothing slow: commands check their extra before they import anything else.
+Imports no slow module: commands check their extra before they import anything else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 
 _GATEWAY = ("fastapi", "starlette", "uvicorn", "h11")
-# For each extra, the packages to import, the largest first; pyproject.toml names the distributions.
+# For each extra, the names of its importable packages, the largest first; pyproject.toml has the distributions.
 PACKAGES = {
     "gateway": _GATEWAY,
     "worker": (

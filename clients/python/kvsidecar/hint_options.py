@@ -12,10 +12,11 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 class HintOptions(TypedDict, total=False):
     """Hints about the chunks that a request uses and stores.
 
-    ``cache_ttl_seconds`` is their TTL; without it they do not expire. Eviction spares them for at least
-    ``cache_retain_seconds``, as far as the tenant's quota allows, and beginnings of the prompt for the time of their
-    breakpoint: ``{"messages": 1, "retain_seconds": 3600}``, or with ``tokens``. ``cache_session`` names the agent or
-    conversation, whose own chunks ``release_session`` removes. Chunks of low priority are evicted first.
+    ``cache_ttl_seconds`` is the TTL of these chunks; without it they do not expire. Eviction spares the chunks for at
+    least ``cache_retain_seconds``, as far as the tenant's quota allows. A breakpoint retains a beginning of the prompt
+    for its own time: ``{"messages": 1, "retain_seconds": 3600}``, or with ``tokens``. ``cache_session`` names an agent
+    or conversation; ``release_session`` removes the chunks that only this session uses. Chunks of low priority are
+    evicted first.
     """
 
     cache_ttl_seconds: int | None

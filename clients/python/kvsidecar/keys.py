@@ -1,6 +1,6 @@
 """Cache keys: namespace ids, tenant roots, prefix hashes, content hashes, checksums.
 
-``protos/kvsidecar/cache/v1/chunk.proto`` is the specification, ``docs/protocol.md`` has test vectors. Every hash input
+``protos/kvsidecar/cache/v1/chunk.proto`` is the specification; ``docs/protocol.md`` has test vectors. Every hash input
 begins with its purpose and delimits its parts, so that no value of a caller (a salt, tokens) can imitate another hash's
 input.
 """
@@ -21,7 +21,7 @@ QUANTIZER_VERSION = 1
 MAX_SALT_BYTES = 256
 TOKEN_BYTES = 4
 
-# No purpose is a prefix of another one, so its end is unambiguous.
+# No purpose is a prefix of another purpose, so the end of a purpose is unambiguous.
 _NAMESPACE, _ROOT, _TENANT = b"kvsidecar/2/namespace", b"kvsidecar/2/root", b"kvsidecar/2/tenant"
 _PREFIX, _CONTENT, _HEAD = b"kvsidecar/2/prefix", b"kvsidecar/2/content", b"kvsidecar/2/head"
 _LENGTH = struct.Struct("<I")

@@ -1,9 +1,9 @@
-"""The KV hint envelope of vLLM and SGLang, and the hints that it gives here.
+"""The KV hint envelope of vLLM and SGLang, and the cache hints in it.
 
-An orchestrator attaches it to a request: ``{protocol_version, message_id, actions}``, and an action has ``action_id``,
-``action_type``, ``action_version`` and ``payload``. The actions ``kv.fetch`` 1.x and ``kv.retain`` 1.x act; others, and
-malformed ones, are counted and ignored, because a hint is no reason to refuse a request.
-https://github.com/vllm-project/vllm/issues/53421
+An orchestrator attaches an envelope to a request: ``{protocol_version, message_id, actions}``. An action has
+``action_id``, ``action_type``, ``action_version`` and ``payload``. The actions ``kv.fetch`` 1.x and ``kv.retain`` 1.x
+are applied. Other actions and malformed actions are counted and ignored, because a hint is no reason to refuse a
+request. https://github.com/vllm-project/vllm/issues/53421
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _field(holder: Any, name: str) -> Any:
 
 
 def _directives(payload: Any) -> list[tuple[int, int, int, int]] | None:
-    """Return ``(start, end, priority, seconds)`` of the directives of ``kv.retain``; None for malformed ones."""
+    """Return ``(start, end, priority, seconds)`` of each directive of ``kv.retain``; None if one is malformed."""
     given = _field(payload, "directives")
     if not isinstance(given, list) or len(given) > _MAX_DIRECTIVES:
         return None

@@ -1,4 +1,4 @@
-"""Versions of the cache protocol, and the choice of one that two programs share."""
+"""Versions of the cache protocol, and the choice of a version that two programs share."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class ProtocolVersions:
         return found
 
 
-# Sent at Attach: a release speaks the version of the release before it, too.
+# Sent at Attach. A release also speaks the version of the previous release.
 SPOKEN = ProtocolVersions(oldest=2, newest=2)

@@ -8,7 +8,7 @@ from sortedcontainers import SortedDict, SortedList
 class RangeAllocator:
     """Free ranges of ``[0, capacity)`` in abstract units.
 
-    Best fit, lowest offset first among equals; freed neighbours are merged. Not thread-safe. O(log n).
+    Best fit; among equal ranges, the lowest offset. Freed neighbours are merged. Not thread-safe. Calls take O(log n).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -52,7 +52,7 @@ class RangeAllocator:
         return True
 
     def free(self, start: int) -> int:
-        """Free the range at ``start``; return its length. Raises KeyError when none begins there."""
+        """Free the used range that begins at ``start``; return its length. Raises KeyError without such a range."""
         units = int(self._used.pop(start))
         self._release(start, units)
         return units

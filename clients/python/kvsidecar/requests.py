@@ -38,8 +38,8 @@ _MODES = {
 def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Prompt:
     """Convert text, token ids or chat messages to a Prompt.
 
-    A message is ``{"role", "content"}``; an assistant's may have ``tool_calls``, a tool's ``tool_call_id``. These and
-    ``tools`` have OpenAI's form.
+    A message is ``{"role", "content"}``. A message of an assistant may have ``tool_calls``, and a message of a tool
+    ``tool_call_id``. These fields and ``tools`` have OpenAI's form.
     """
     if isinstance(prompt, str):
         check_text("prompt", prompt)
@@ -170,7 +170,7 @@ def to_request(
     At most one of ``json_schema``, ``regex``, ``choice`` and ``grammar`` constrains the answer. ``tool_choice`` is
     auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
     the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: the part of a
-    too long prompt that loses tokens. ``model`` is the worker's model or one of its adapters.
+    prompt that is removed if the prompt is too long. ``model`` is the worker's model or one of its adapters.
     """
     for name, number in (
         ("max_tokens", max_tokens),
@@ -247,7 +247,7 @@ def speculation_of(name: str | None) -> pb.Speculation.ValueType:
 
 
 def truncation_of(name: str | None) -> pb.Truncation.ValueType:
-    """Return by name the side at which a prompt is truncated; None follows ``truncate_prompt_tokens``."""
+    """Return the protocol's value for the name of a truncated part; None follows ``truncate_prompt_tokens``."""
     if name is not None and name not in _TRUNCATION:
         raise InvalidRequest(f"truncate is {name!r}; allowed are {', '.join(_TRUNCATION)}", param="truncate")
     return pb.TRUNCATION_UNSPECIFIED if name is None else _TRUNCATION[name]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MAX_RETAINED_PREFIXES = 64
-WHOLE_PROMPT = 2**32 - 1  # an end that includes what follows the prompt
+WHOLE_PROMPT = 2**32 - 1  # an end beyond the prompt, which includes the answer's tokens
 
 RetainedPrefixes = tuple[tuple[int, int], ...]
 
 
 def retained_prefixes(wanted: Iterable[tuple[int, int]]) -> RetainedPrefixes:
-    """Reduce ``(end in tokens, seconds)`` to those that matter, with rising ends and falling times.
+    """Drop redundant prefixes ``(end in tokens, seconds)``; sort the remaining prefixes by end.
 
-    A prefix matters if no longer one is retained as long. At most the 64 longest are returned.
+    A prefix is redundant if a longer prefix is retained at least as long. So the result has rising ends and falling
+    times. Returns at most the 64 longest prefixes.
     """
     longest: dict[int, int] = {}
     for end, seconds in wanted:

@@ -20,11 +20,10 @@ class _Tenant(Generic[V]):
 
 
 class TenantLru(Generic[V]):
-    """A tenant's new values evict its own oldest ones.
+    """Values by tenant; a tenant's new values evict its own oldest values.
 
     When all tenants together exceed ``max_bytes_in_all``, the tenant with the most bytes loses its oldest value. No
-    tenant can read another one's values. Not thread-safe, except ``get`` and
-    ``newest_first``.
+    tenant can read another tenant's values. Not thread-safe, except ``get`` and ``newest_first``.
     """
 
     def __init__(self, max_bytes: int, max_bytes_in_all: int, max_values: float = inf) -> None:
@@ -33,7 +32,7 @@ class TenantLru(Generic[V]):
         self.num_bytes = 0
 
     def put(self, tenant: Hashable, key: str, value: V, num_bytes: int) -> None:
-        """Store a value as the tenant's newest; it replaces one with the same key."""
+        """Store a value as the tenant's newest; it replaces a value with the same key."""
         own = self._tenants.setdefault(tenant, _Tenant())
         if key in own.values:
             self._remove(own, key)

@@ -24,8 +24,8 @@ T = TypeVar("T")
 def read_tables(path: Path) -> dict[str, Any]:
     """Read the tables of a tenants file.
 
-    Raises ConfigurationError, whose text never contains a salt or a token, also for a file that other users may read or
-    change.
+    Raises ConfigurationError for an invalid file, and for a file that other users may read or change. The error's text
+    never contains a salt or a token.
     """
     try:
         with path.open("rb") as file:
@@ -51,18 +51,18 @@ def _refuse_open_file(path: Path, found: os.stat_result) -> None:
 
 
 def hash_token(token: str) -> str:
-    """Return the form of a token in the file."""
+    """Return the digest of a token, in the form that the file contains."""
     return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 
 def parse_token_digest(entry: object) -> bytes | None:
-    """Parse an entry of ``tokens`` to a digest; None for an invalid one."""
+    """Parse an entry of ``tokens`` to a digest; None for an invalid entry."""
     found = _TOKEN.fullmatch(entry) if isinstance(entry, str) else None
     return bytes.fromhex(found[1]) if found else None
 
 
 def find_by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
-    """Find the entry of a token, among those ``known`` by their digests.
+    """Find the entry of a token among the ``known`` entries, which are named by digests.
 
     Compares with all digests in constant time, even after a match.
     """

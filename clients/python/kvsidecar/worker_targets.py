@@ -1,4 +1,4 @@
-"""Workers that a client may call: that of its address, or all of the node."""
+"""Workers that a client may call: the worker of its address, or all workers of the node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def default_target() -> str:
 
 
 def target_of(address: str | Path | None) -> str:
-    """Return the gRPC target of a socket path, of ``host:port``, or of None for the default."""
+    """Return the gRPC target of a socket path or of ``host:port``; None selects the default target."""
     if address is None:
         return default_target()
     path = socket_path(address)
@@ -44,7 +44,7 @@ class WorkerChannels:
         return self._stubs[self.now]
 
     def stub_of(self, target: str) -> Any:
-        """Return the stub of the current worker or of an earlier one."""
+        """Return the stub of the current worker or of an earlier worker."""
         return self._stubs[target]
 
     def another(self, tried: set[str]) -> bool:

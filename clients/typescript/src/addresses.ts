@@ -15,12 +15,12 @@ export function defaultTarget(): string {
   return `unix:${join(folder, "worker-0.sock")}`;
 }
 
-/** Throws KVSidecarError for a URL: gRPC would look up a host of that name. */
+/** Throws KVSidecarError for a URL, which gRPC would look up as a host name. */
 export function refuseUrl(target: string): void {
   if (/^https?:/i.test(target)) throw isHttp(target);
 }
 
-/** Converts the error of a failed call. Without gRPC at host:port, checks whether an HTTP server answers there. */
+/** Converts the error of a failed call. If no gRPC server answers at host:port, checks whether an HTTP server does. */
 export async function failureAt(target: string, error: ServiceError): Promise<KVSidecarError> {
   const elsewhere = error.code === status.UNAVAILABLE && /^[^/]+:\d+$/.test(target) && !target.startsWith("unix");
   return elsewhere && (await speaksHttp(target)) ? isHttp(target) : KVSidecarError.from(error);

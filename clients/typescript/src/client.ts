@@ -18,7 +18,7 @@ import { refusal, refuseNumbers } from "./numbers.js";
 
 /** Options that end a call early. */
 export interface CallOptions {
-  /** Aborting it ends the request at the worker and frees its memory. */
+  /** Aborting the signal ends the request at the worker, which frees the request's memory. */
   signal?: AbortSignal;
   /** The call fails with DEADLINE_EXCEEDED after this time; without it, there is no limit. */
   deadlineMs?: number;
@@ -30,8 +30,8 @@ const CHANNEL: grpc.ChannelOptions = { "grpc.keepalive_time_ms": 30_000, "grpc.k
 const PROTO = fileURLToPath(new URL("../protos/inference/v1/inference.proto", import.meta.url));
 
 /**
- * A client of an inference worker. Requests and answers are those of kvsidecar.inference.v1 in camel case, whose fields
- * document units and defaults. Failed calls throw KVSidecarError. Close it after use.
+ * A client of an inference worker. Requests and answers are the messages of kvsidecar.inference.v1 in camel case, whose
+ * fields document units and defaults. Failed calls throw KVSidecarError. Close it after use.
  */
 export class Client {
   /** Every method of the service, for methods that this class does not wrap. */
@@ -64,7 +64,7 @@ export class Client {
     });
   }
 
-  /** Yields every chunk; the last one has finishReason, usage and timings. Leaving the loop cancels. */
+  /** Yields every chunk; the last chunk has finishReason, usage and timings. Leaving the loop cancels the request. */
   async *stream(request: GenerateRequest, options: CallOptions = {}): AsyncGenerator<GenerateStreamResponse__Output> {
     refuseNumbers(request, this.request);
     const call = this.stub.generateStream({ request }, deadlineOf(options));
@@ -89,7 +89,7 @@ export class Client {
     });
   }
 
-  /** Loads stored chunks of a prompt into the daemon's memory, and computes nothing. */
+  /** Loads stored chunks of a prompt into the daemon's memory, without computing. */
   prefetch(prompt: Prompt, options: CallOptions = {}): Promise<WarmResponse__Output> {
     return this.unary(options, (callOptions, done) => {
       refuseNumbers({ prompt }, this.request);
@@ -97,7 +97,7 @@ export class Client {
     });
   }
 
-  /** Removes the chunks that a session of the tenant stored and alone used. Returns their number. */
+  /** Removes the chunks that only this session of the tenant has used. Returns their number. */
   async releaseSession(session: string, tenantSalt = new Uint8Array(), options: CallOptions = {}): Promise<number> {
     const released = await this.unary<ReleaseSessionResponse__Output>(options, (callOptions, done) =>
       this.stub.releaseSession({ session, tenantSalt: Buffer.from(tenantSalt) }, callOptions, done),

@@ -1,7 +1,7 @@
 import { type ServiceError, status } from "@grpc/grpc-js";
 import protobuf from "protobufjs";
 
-// google.rpc.Status and ErrorInfo (https://google.aip.dev/193), as far as they are used.
+// The fields of google.rpc.Status and ErrorInfo (https://google.aip.dev/193) that this client uses.
 const rpc = protobuf.Root.fromJSON({
   nested: {
     Status: { fields: { details: { rule: "repeated", type: "Any", id: 3 } } },
@@ -21,8 +21,8 @@ const REASONS: Partial<Record<status, string>> = {
 };
 
 /**
- * A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
- * clients/python/kvsidecar/errors); `message` is one sentence for people.
+ * A call that failed. `reason` is stable and meant for programs, such as "INVALID_REQUEST" or "OVERLOADED"
+ * (clients/python/kvsidecar/errors has all reasons). `message` is one sentence for people.
  */
 export class KVSidecarError extends Error {
   constructor(

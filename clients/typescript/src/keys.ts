@@ -3,7 +3,8 @@ import { createHash } from "node:crypto";
 
 import { xxhash3 } from "hash-wasm";
 
-/** Everything that decides a chunk's bytes: kvsidecar.cache.v1.NamespaceDescriptor in camel case, `dtype` as its number. */
+/** Everything that determines a chunk's bytes: kvsidecar.cache.v1.NamespaceDescriptor in camel case, `dtype` as a
+   number. */
 export interface NamespaceDescriptor {
   modelFingerprint: Uint8Array;
   architecture: string;
@@ -21,7 +22,7 @@ export interface NamespaceDescriptor {
   producer: string;
 }
 
-/** Hash input of a namespace id: a line per field, in the order of field numbers. */
+/** Hash input of a namespace id: one line per field, in the order of field numbers. */
 export function canonicalEncoding(d: NamespaceDescriptor): string {
   const escaped = (text: string) => text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n");
   const fields: [string, string | number][] = [
@@ -43,7 +44,7 @@ export function canonicalEncoding(d: NamespaceDescriptor): string {
   return fields.map(([name, value]) => `${name}=${value}\n`).join("");
 }
 
-/** Id of everything that decides a chunk's bytes. */
+/** Id of everything that determines a chunk's bytes. */
 export const namespaceId = (d: NamespaceDescriptor) => hashed("namespace", sized(Buffer.from(canonicalEncoding(d))));
 
 /** The root of a tenant's chunks in a namespace. */

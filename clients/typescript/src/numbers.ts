@@ -9,7 +9,7 @@ const MOST: Record<string, bigint> = { uint32: 2n ** 32n - 1n, uint64: 2n ** 64n
 
 /**
  * Refuses numbers that a message's unsigned fields cannot hold: protobufjs would write -3 as 4294967293 and 2.5 as 2.
- * Throws KVSidecarError with the field's name, the value and what is allowed. The worker checks further limits.
+ * Throws KVSidecarError with the field's name, the value and the allowed values. The worker checks further limits.
  */
 export function refuseNumbers(message: object, type: protobuf.Type, within = ""): void {
   for (const [name, value] of Object.entries(message)) {
@@ -34,7 +34,7 @@ export function refusal(message: string): KVSidecarError {
   return new KVSidecarError(message, status.INVALID_ARGUMENT, "INVALID_REQUEST", "");
 }
 
-// Numbers, digits, and the Long objects of protobufjs.
+// Accepts numbers, strings of digits, and the Long objects of protobufjs.
 function holds(value: unknown, most: bigint): boolean {
   if (typeof value === "number") return Number.isInteger(value) && value >= 0 && value < Number(most + 1n);
   const digits = String(value);

@@ -1,4 +1,4 @@
 """Python wrappers of the CPU kernels: build, library, threads and one module per kernel.
 
-Sources in ``kernels/cpu``. Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
+The sources are in ``kernels/cpu``. Imports ``kvsidecar`` (the chunk layout), but no package of the servers.
 """

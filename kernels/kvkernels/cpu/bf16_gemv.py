@@ -22,7 +22,7 @@ ROWS = 4
 # Above this many rows the product is compute-bound, and oneDNN's blocking is as good.
 MAX_ROWS = 32
 _OUTPUTS = 64
-# The variant whose instruction oneDNN uses where the CPU has it.
+# The variant with the instruction that oneDNN uses on CPUs that have it.
 _VARIANT = "avx512bf16"
 # Lengths of oneDNN's blocks of input features.
 _BLOCKS = (512, 1024, 256, 2048)
@@ -108,8 +108,8 @@ class Bf16Gemv:
 def find_bit_exact_gemv(packed: Tensor, bias: Tensor | None) -> Bf16Gemv | None:
     """Return a product over a packed weight ``[out, in]`` with oneDNN's bits.
 
-    The bits are those on this thread; None if no block length reproduces them. The first weight of a shape costs a few
-    products of 64 rows, further ones nothing.
+    Compares bits on the calling thread; returns None if no block length reproduces oneDNN's. The first weight of a
+    shape takes the time of a few products of 64 rows; further weights of that shape take none.
     """
     serving, (outputs, inputs) = kernel(), packed.shape
     threads = torch.get_num_threads()

@@ -2,7 +2,7 @@
 
 GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 (https://github.com/ggml-org/ggml, ggml-quants.c) give 32 neighbouring inputs of
 an output a scale and a base of 16 bits each: a value is ``code * scale + base``, rounded once. If every value of a
-weight has this form, a sixth to a third of its bytes represent it exactly.
+weight has this form, its codes, scales and bases take a sixth to a third of its bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BITS = {"coded4": 4, "coded8": 8}
 # Inputs that share a scale and a base; outputs that are interleaved in memory.
 GROUP = OUTPUTS = 32
 _LARGEST = {4: 15, 8: 255}
-# A sample of groups shows for most weights that they have no codes, and for the others which candidate matches.
+# Number of groups that are tried first. They show for most weights that they have no codes, and for other weights which
+# candidate matches.
 _SAMPLED_GROUPS = 256
 
 
@@ -151,7 +152,7 @@ def kernel() -> Kernel | None:
 def _recover(weight: Tensor, bits: int, candidates: Sequence[QuantizerCandidate]) -> PackedCodes | None:
     """Recover the codes of a contiguous float32 weight ``[outputs, inputs]``.
 
-    None if a value has no code.
+    Returns None if a value has no code.
     """
     serving = kernel()
     if serving is None:
@@ -188,7 +189,7 @@ def reference(weight: Tensor, bits: int, candidates: Sequence[QuantizerCandidate
         scale, base = candidate(low, high)
         wide, start = scale.float()[:, None], base.float()[:, None]
         code = (left - start).div_(torch.where(wide == 0, 1.0, wide)).round_()
-        # Exact except for one rounding: a code times a scale has 19 bits.
+        # Rounded only once: the product of a code and a scale has 19 bits and is exact.
         right = (torch.addcmul(start, code, wide) == left).all(1)
         right &= (code.amin(1) >= 0) & (code.amax(1) <= _LARGEST[bits])
         code, count[number] = code.to(torch.uint8), int(right.sum())

@@ -1,8 +1,8 @@
 """Batch-invariant FlashAttention-2 (Dao, 2023) on the CPU over a paged KV pool.
 
-Each row processes its keys in pieces of 512, counted from the start of the sequence. All arithmetic is per row and in
-one order, so prefill, chunked prefill, decode and scattered rows agree bit for bit, regardless of how rows are batched,
-how sequences are split and how threads share the work. Algorithm: ``kernels/cpu/attention.cpp``.
+Each row processes its keys in pieces of 512, counted from the start of the sequence. All arithmetic is per row and in a
+fixed order, so prefill, chunked prefill, decode and scattered rows agree bit for bit, regardless of how rows are
+batched, how sequences are split and how threads share the work. Algorithm: ``kernels/cpu/attention.cpp``.
 """
 
 from __future__ import annotations
@@ -187,13 +187,13 @@ class Attention:
 class PreparedAttention:
     """Attention calls with fixed buffers for a KernelGraph.
 
-    ``set_batch`` selects the batch that they compute.
+    ``set_batch`` selects the batch that the calls compute.
     """
 
     def __init__(self, pool: tuple[Tensor, Tensor], query: Tensor, out: Tensor) -> None:
         """Create the calls; ``query`` and ``out`` are contiguous ``[rows, heads, dim]``.
 
-        They are sized for the largest batch.
+        Both tensors have the size of the largest batch.
         """
         self._layers, self._bound, self._batch = PoolLayers(*pool), (query, out), _Batch()
         self._attention: Attention | None = None

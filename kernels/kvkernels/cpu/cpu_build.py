@@ -21,7 +21,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
 LIBRARIES = _PACKAGE / "lib" / "cpu"
-# File beside the libraries with the fingerprint of their sources.
+# Name of the file with the fingerprint of the sources, in the folder of the libraries.
 STAMP = "fingerprint"
 KERNELS = (
     "attention.cpp",
@@ -98,7 +98,8 @@ def fingerprint(folder: Path) -> str:
 def compiler() -> list[str] | None:
     """Return a C++ compiler's command.
 
-    If CXX or CC is set, only that; else the machine's; else ziglang's.
+    Returns the compiler named by CXX or CC if one of them is set, otherwise the machine's compiler, otherwise
+    ziglang's.
     """
     if named := os.environ.get("CXX") or os.environ.get("CC"):
         command = shlex.split(named)
@@ -114,14 +115,14 @@ def compiler() -> list[str] | None:
             "c++",
             "-nostdlib++",
             "-mcpu=baseline",
-        ]  # portable code, not this machine's
+        ]  # portable code, not code for this machine only
     return None
 
 
 def needs_ziglang() -> bool:
     """Return True if the build needs the ziglang wheel.
 
-    That is so if the machine has no compiler and neither CXX nor CC is set.
+    The build needs it if the machine has no compiler and neither CXX nor CC is set.
     """
     return bool(variants()) and not os.environ.get("CXX") and not os.environ.get("CC") and compiler() is None
 
@@ -137,14 +138,13 @@ def compile_library(command: list[str], target: Path, names: tuple[str, ...], fl
         Path(unfinished.name).unlink()
         raise RuntimeError(f"{shlex.join(command)} does not compile the CPU kernels:\n{done.stderr[-4000:]}")
     Path(unfinished.name).chmod(0o755)
-    Path(unfinished.name).replace(target)  # atomic, also if another process builds
+    Path(unfinished.name).replace(target)  # atomic, even if another process builds
 
 
 def build(folder: Path = LIBRARIES) -> list[str]:
     """Compile this architecture's variants unless they are current.
 
-    Returns the names of those that compiled. Raises RuntimeError without a compiler, or with the compiler's message if
-    no variant compiles.
+    Returns the names of the compiled variants. Raises RuntimeError if there is no compiler, or if no variant compiles.
     """
     stamp, now = folder / STAMP, fingerprint(sources())
     if stamp.exists() and stamp.read_text() == now:

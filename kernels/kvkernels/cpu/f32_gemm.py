@@ -27,7 +27,8 @@ OUTPUTS = code_recovery.OUTPUTS
 BLOCK = 128
 # Element formats of packed weights, in the order of the constants in jobs.h.
 STORAGE_FORMATS = ("float32", "bfloat16", "float16", "coded4", "coded8")
-# With more parts than threads, other threads take over from a delayed one. Many rows are transposed once per part.
+# With more parts than threads, other threads take over parts of a delayed thread. More parts cost more transpositions
+# of many rows: one per part.
 _PARTS_PER_THREAD = 4
 _MANY_ROWS = 97
 # Outputs transposed at a time, which bounds the temporary memory.

@@ -1,7 +1,7 @@
 """Memory in pages of 2 MiB.
 
-A product reads each weight once per step. With pages of 4 KiB, the processor looks up an address every 4 KiB, in a
-virtual machine through two tables. ``docs/adr/096-large-pages.md`` has the measurements.
+A product reads each weight once per step. With pages of 4 KiB, the processor translates an address every 4 KiB; in a
+virtual machine, through two page tables. ``docs/adr/096-large-pages.md`` has the measurements.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allocate(size_bytes: int) -> Tensor:
-    """Allocate zeroed memory, uint8 ``[size_bytes]``, aligned to its pages: large ones if the system has them.
+    """Allocate zeroed memory, uint8 ``[size_bytes]``, in large pages if the system has them.
 
-    The system commits pages on the first write. Raises OSError.
+    It is aligned to its pages. The system commits pages on the first write. Raises OSError.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -39,14 +39,14 @@ def allocate(size_bytes: int) -> Tensor:
 
 
 def collapse(memory: Tensor) -> None:
-    """Move written memory to large pages, where it is not there yet, if the system can. Keeps the contents."""
+    """Move written memory from small to large pages, if the system can. Keeps the contents."""
     for at in range(0, memory.nbytes, _COLLAPSE_STEP):
         if not _advise(memory.data_ptr() + at, min(_COLLAPSE_STEP, memory.nbytes - at), _COLLAPSE):
             return
 
 
 def large_bytes(memory: Tensor) -> int:
-    """Return the bytes of the mapping of ``memory`` that are in large pages; 0 where the system does not say."""
+    """Return the bytes of the mapping of ``memory`` that are in large pages; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

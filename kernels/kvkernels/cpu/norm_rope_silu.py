@@ -1,7 +1,7 @@
 """Fused elementwise kernels of a decoder layer on the CPU.
 
 They are RMS norm, RoPE with KV scatter, and SiLU gate. A row's bits do not depend on the batch. Rounding follows the
-eager model: to the tensors' dtype after the normalization and after the activation, float32 inside. All tensors are
+eager model: to the tensors' dtype after the normalization and after the activation; float32 in between. All tensors are
 contiguous and of one dtype, float32 or bfloat16, except weights and angles, which are float32. Each function returns a
 KernelCall, for ``run`` or a KernelGraph (``kernels/cpu/norm_rope_silu.cpp``), and raises RuntimeError without kernels.
 """

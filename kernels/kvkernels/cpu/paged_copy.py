@@ -56,8 +56,9 @@ def copy_tokens(
     """Copy tokens with the kernel ``paged_gather`` or ``paged_scatter``.
 
     It copies to or from ``array [layers, tokens, heads, channels]``, whose elements have 2 or 4 bytes.
-    ``addresses [layers]`` are those of the cache's memory. ``block`` has the tokens and the stride of a block,
-    ``offsets`` the offsets of a block's tokens, of heads and of channels; both are in elements. Releases the GIL.
+    ``addresses [layers]`` are the addresses of the cache's memory. ``block`` is the number of tokens in a block, and
+    the stride between blocks. ``offsets`` are the offsets of a block's tokens, of heads and of channels. The stride and
+    the offsets are in elements. Releases the GIL.
     """
     addresses, token, head, channel, slots = (np.ascontiguousarray(x, np.int64) for x in (addresses, *offsets, slots))
     if array.shape != (len(addresses), len(slots), len(head), len(channel)):

@@ -26,7 +26,7 @@ BLOCK = 64
 # Outputs per strip.
 OUTPUTS = 16
 _PARAMETER_BYTES = 2 * 2 * OUTPUTS
-# With more parts than threads, other threads take over from a delayed one.
+# With more parts than threads, other threads take over parts of a delayed thread.
 _PARTS_PER_THREAD = 4
 # Outputs quantized at a time, which bounds the temporary memory.
 _SLICE = 2048

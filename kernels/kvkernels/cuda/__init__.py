@@ -1,4 +1,5 @@
 """Python wrappers of the CUDA kernels: library, parameter structs, launch configuration.
 
-Sources in ``kernels/cuda``. The same wrappers drive the fat library, modules compiled by NVRTC, and the CPU emulator.
+The sources are in ``kernels/cuda``. The same wrappers drive the fat library, modules compiled by NVRTC, and the CPU
+emulator.
 """

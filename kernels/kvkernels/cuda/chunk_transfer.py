@@ -5,7 +5,7 @@ group of layers. Device work is ordered by events; the host waits only before it
 happens at most once for each group that fits a bank.
 
 The pinned memory belongs to this process alone. Page-locking the daemon's arena or staging would corrupt chunks: the
-device keeps the locked pages, while the daemon replaces those of idle staging.
+device keeps using the locked pages, while the daemon replaces the pages of idle staging.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
 from kvkernels.device.device_port import Device, Event, Stream
 
-# A group of layers of at most so many bytes is one batch: one launch, and at most one wait of the host.
+# A group of layers up to this size is one batch, with one launch and at most one wait of the host.
 BANK_BYTES = 128 << 20
-_NUM_LANES = 2  # transfers at one time; others wait
+_NUM_LANES = 2  # transfers at one time; further transfers wait
 _NUM_BANKS = 2  # the host fills one while the device copies another
-_COPY_BYTES = 4 << 20  # smallest copy, but for the last of a batch
+_COPY_BYTES = 4 << 20  # minimal size of a copy, except the last copy of a batch
 _GRANULARITY = 1 << 20
 _ALIGNMENT = 256
 
@@ -46,18 +46,18 @@ class _Bank:
         self.unpacked: Event | None = None  # kernels have read the device memory
 
     def prepare(self, size_bytes: int, copies: Stream, kernels: Stream) -> None:
-        """Wait until the host may write the pinned memory, and make both large enough."""
+        """Wait until the host may write the pinned memory, and make both memories large enough."""
         if self.copied is not None and not self.copied.query():
             self.copied.synchronize()
         if size_bytes > self.size_bytes:
             self._grow(size_bytes, kernels)
-            copies.wait_stream(kernels)  # the new memory may be what kernels have used
+            copies.wait_stream(kernels)  # earlier kernels may still use the memory that was allocated
         elif self.unpacked is not None:
             copies.wait(self.unpacked)
         self._device.check_host_access(self.pinned[:size_bytes], write=True)
 
     def _grow(self, size_bytes: int, kernels: Stream) -> None:
-        """Replace both memories. The old device memory is freed in the order of the kernels that read it."""
+        """Replace both memories. The old device memory is reused only after the kernels that read it."""
         wanted = max(size_bytes, min(2 * self.size_bytes, BANK_BYTES))
         self.size_bytes = -(-wanted // _GRANULARITY) * _GRANULARITY
         self.pinned = self._device.pinned(self.size_bytes)
@@ -76,7 +76,7 @@ class _Part:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """Parts of one batch are of one kind."""
+        """Location of the payload, and bits per element: equal for all parts of a batch."""
         return isinstance(self.piece.payload, DeviceBytes), self.piece.header.bits
 
     @property
@@ -103,7 +103,7 @@ class _Part:
             at += _aligned(size)
 
     def row(self, base: int) -> TablePiece:
-        """Return the part's piece of a table, whose payloads begin at ``base`` if they are in device memory."""
+        """Return the part's piece of a table; ``base`` is the lowest address of payloads in device memory."""
         piece, sections, at = self.piece, dict[str, int](), self.at
         if isinstance(piece.payload, DeviceBytes):
             sections = sections_at(piece.header, imported_memory.checked_address(piece.payload) - base)
@@ -120,14 +120,14 @@ class _Batch:
     def __init__(self, parts: Sequence[_Part]) -> None:
         payloads = [part.piece.payload for part in parts]
         self._parts = parts
-        # Address of payloads in device memory; 0 if they are in the bank.
+        # Lowest address of the payloads in device memory; 0 if they are in the bank.
         self._base = min(payload.address if isinstance(payload, DeviceBytes) else 0 for payload in payloads)
         self._table = PieceTable([part.row(self._base) for part in parts])
         self._table_at = _aligned(parts[-1].end)
         self.size_bytes = self._table_at + self._table.size_bytes
 
     def send(self, bank: _Bank, copies: Stream) -> None:
-        """Fill the bank's pinned memory, and enqueue copies of what is filled."""
+        """Fill the bank's pinned memory, and enqueue copies of the filled parts."""
         pinned, sent = bank.pinned.numpy(), 0
         for part in self._parts:
             part.fill(pinned)
@@ -213,10 +213,10 @@ class ChunkTransfer:
         pieces: Sequence[ChunkPlacement],
         groups: Sequence[range],
     ) -> Generator[LoadedLayers, None, None]:
-        """Enqueue unpacking of chunks into the pool; yield each group of layers with the event that it is there.
+        """Enqueue unpacking of chunks into the pool; yield each group of layers with the event of its arrival.
 
         Payloads in host memory are read before their group is yielded. Payloads in imported device memory are read
-        until the event, so the host waits for it here.
+        until the event, so this method waits for the event.
         """
         imported = any(isinstance(piece.payload, DeviceBytes) for piece in pieces)
         with self._lane() as lane:

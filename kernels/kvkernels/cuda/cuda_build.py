@@ -1,8 +1,8 @@
 """Build of the CUDA kernels without a GPU: a fat library with nvcc, and sm_70 with NVRTC.
 
-The library has the architectures that nvcc compiles for. sm_70 needs an NVRTC before CUDA 13, and is left out without
-one. ``python -m kvkernels.cuda.cuda_build`` is ``make kernels``. Needs neither a driver nor
-torch.
+The library has the architectures that nvcc compiles for. sm_70 needs an NVRTC older than CUDA 13; without one, the
+library has no code for sm_70. ``make kernels`` runs ``python -m kvkernels.cuda.cuda_build``. The build needs neither a
+driver nor torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvkernels.cuda import cuda_sources, nvrtc
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 ARCHITECTURES = (75, 80, 86, 89, 90)
 VOLTA = 70
-# Registers that a change may add to a kernel before the check fails; so few do not change occupancy.
+# Registers that a change may add to a kernel before the check fails. This number does not change occupancy.
 _SLACK_REGISTERS = 8
 
 Report = dict[str, dict[str, dict[str, int]]]
@@ -42,7 +42,7 @@ def find_nvcc() -> str | None:
 
 
 def supported_architectures(nvcc: str) -> tuple[int, ...]:
-    """Return those of our architectures that an nvcc compiles for. Raises RuntimeError for none."""
+    """Return the supported architectures that an nvcc compiles for. Raises RuntimeError if there are none."""
     listed = {int(number) for number in re.findall(r"sm_(\d+)\b", _run([nvcc, "--list-gpu-code"]))}
     found = tuple(architecture for architecture in ARCHITECTURES if architecture in listed)
     if not found:
@@ -53,8 +53,8 @@ def supported_architectures(nvcc: str) -> tuple[int, ...]:
 def build(target: Path = LIBRARY, architectures: tuple[int, ...] = (), jobs: int | None = None) -> Report:
     """Compile all sources, link one library, and return each kernel's resource usage.
 
-    Without ``architectures``, it compiles for all of ours that nvcc supports. Raises RuntimeError with the compiler's
-    message, or without nvcc.
+    Without ``architectures``, it compiles for all supported architectures that nvcc knows. Raises RuntimeError with the
+    compiler's message, or without nvcc.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -161,7 +161,7 @@ def _build_locked(target: Path, architectures: tuple[int, ...]) -> Report:
 
 
 def _build_volta(target: Path) -> None:
-    """Build the cubin of sm_70 if some NVRTC compiles for it; say so if none does."""
+    """Build the cubin of sm_70 if an NVRTC compiles for it; otherwise print a message."""
     try:
         compiler = nvrtc.find_compiler(f"sm_{VOLTA}")
     except RuntimeError as error:

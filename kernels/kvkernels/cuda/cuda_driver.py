@@ -1,6 +1,6 @@
 """CUDA driver API: modules and launches bound to a device's primary context.
 
-torch uses the same context. Its creation is part of the first call, so it does not matter which thread calls first.
+torch uses the same context. The first call creates the context, on any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PrimaryContext:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context this thread's during the block. Raises KernelLaunchError."""
+        """Make the context current on this thread during the block. Raises KernelLaunchError."""
         self.check("the context", self.c.cuCtxPushCurrent_v2(self._context))
         try:
             yield

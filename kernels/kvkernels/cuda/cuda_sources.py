@@ -9,7 +9,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent.parent
 # Translation units.
 KERNELS = ("attention.cu", "awq_gemm.cu", "kv_pack.cu")
-# Parts of a translation unit that compile on their own (KVK_PART), by its name.
+# Number of separately compiled parts (KVK_PART) of a translation unit.
 PARTS = {"attention.cu": 8}
 
 

@@ -54,5 +54,5 @@ def build(root: Path | None = None, volta: bool = False, sanitize: bool = False,
             done = subprocess.run([found, *command], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"the emulator does not compile:\n{done.stderr[-4000:]}")
-        linked.replace(target)  # atomic, also if another process builds
+        linked.replace(target)  # atomic, even if another process builds
     return target

@@ -50,7 +50,7 @@ def in_use() -> Iterator[None]:
 
 
 def checked_address(payload: DeviceBytes) -> int:
-    """Return a payload's address. Call only inside ``in_use``. Raises ValueError if its range is not registered."""
+    """Return a payload's address. Call it only inside ``in_use``. Raises ValueError for an unregistered range."""
     return _found(payload)[0]
 
 

@@ -22,7 +22,8 @@ from kvkernels.device.visible_devices import device_of
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 VOLTA_CUBIN = LIBRARY.with_name("kvkernels_sm70.cubin")
 _OLDEST = (7, 0)
-# A refusal may pass (a driver that starts, a full device), but a kernel's caller does not wait for a search each time.
+# A refusal may be temporary (a starting driver, a full device). The search is repeated only after this time, because
+# the caller of a kernel waits for it.
 RETRY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)

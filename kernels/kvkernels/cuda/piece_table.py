@@ -46,8 +46,8 @@ def sections_at(header: ChunkHeader, offset: int = 0) -> dict[str, int]:
 class PieceTable:
     """Table of pieces with equal heads and bits: rows, a list of thread blocks, slots and rotations.
 
-    ``channels`` is the number of adjacent channels of one thread, whose codes are one access of 16 bytes where the
-    head's channels allow it.
+    ``channels`` is the number of adjacent channels per thread. If the head's channels allow it, their codes take 16
+    bytes, which one access reads.
     """
 
     def __init__(self, pieces: Sequence[TablePiece], packs: bool = False) -> None:
@@ -92,7 +92,7 @@ class PieceTable:
             memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
 
     def to(self, device: torch.device) -> Tensor:
-        """Return the table in memory of a device, uint8; blocks until it is there."""
+        """Return the table in memory of a device, uint8; block until the copy is done."""
         memory = np.zeros(self.size_bytes, np.uint8)
         self.write(memory)
         return torch.from_numpy(memory).to(device)

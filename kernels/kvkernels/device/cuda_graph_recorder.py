@@ -26,7 +26,7 @@ class CudaGraphRecorder:
             stream, graph = cuda.Stream(), cuda.CUDAGraph()
             before = cuda.current_stream()
             stream.wait_stream(before)
-            # torch.cuda.graph leaves its stream only after a capture that ends well, so it is not used here.
+            # torch.cuda.graph is not used, because it leaves its stream only after a successful capture.
             with cuda.stream(stream):
                 # A first run: libraries choose their kernels, and a step that cannot be captured is refused here.
                 with CaptureCheck(cuda.get_device_capability(self._device)):
@@ -70,7 +70,7 @@ class CudaGraphRecorder:
 
 
 class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that a CUDA graph cannot contain: those that wait for the device."""
+    """Refuses operations that wait for the device, which a CUDA graph cannot contain."""
 
     _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 

@@ -24,7 +24,7 @@ class DeviceFacts:
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    shared_bytes: int  # that a thread block may opt in to; 0: unknown
+    shared_bytes: int  # shared memory that a thread block may opt in to; 0: unknown
     memory_bytes: int
 
 
@@ -61,13 +61,13 @@ class Stream(Protocol):
         ...
 
     def wait_stream(self, other: Stream) -> None:
-        """Start later work of this stream after the other stream's work enqueued so far."""
+        """Make later work of this stream wait for the work that the other stream has enqueued so far."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Enqueue a copy between contiguous tensors of equal size: device memory, and memory of ``Device.pinned``.
 
-        Neither may be freed or written, nor the target read, before the copy is done.
+        Until the copy is done, neither tensor may be freed or written, and the target must not be read.
         """
         ...
 
@@ -99,8 +99,9 @@ class Device(Protocol):
     def allocate(self, size_bytes: int) -> Tensor:
         """Allocate device memory, uint8 ``[size_bytes]``, with any contents, aligned to 256 bytes.
 
-        It is freed with its last reference, in the order of the stream that was current here. Before that, the caller
-        orders that stream after every other stream's use. Raises torch.OutOfMemoryError.
+        The memory is freed with its last reference, in the order of the stream that was current at the allocation.
+        Before dropping the last reference, the caller must order that stream after all uses on other streams. Raises
+        torch.OutOfMemoryError.
         """
         ...
 

@@ -29,7 +29,8 @@ import kvsidecar.inference.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
  * A client of an inference worker. Requests and answers are the generated messages of kvsidecar.inference.v1, whose
  * fields document units and defaults. Failed calls throw {@link KVSidecarException}. Safe for use by many threads.
  *
- * <p>A call made in an {@link io.grpc.Context} ends with it, and the worker frees its memory.
+ * <p>A call made in an {@link io.grpc.Context} ends when the context is cancelled, and the worker frees the request's
+   memory.
  */
 public final class Client implements AutoCloseable {
     private final ManagedChannel channel;
@@ -42,7 +43,7 @@ public final class Client implements AutoCloseable {
                 .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS).build());
     }
 
-    /** Takes ownership of the channel: closes it with the client. */
+    /** Takes ownership of the channel, and closes it with the client. */
     public Client(ManagedChannel channel) {
         this.channel = channel;
         this.stub = InferenceServiceGrpc.newBlockingStub(channel);
@@ -60,8 +61,8 @@ public final class Client implements AutoCloseable {
     }
 
     /**
-     * Calls {@code each} with every chunk; the last one has finish_reason, usage and timings. When it returns false, or
-     * throws, the request ends at the worker.
+     * Calls {@code each} with every chunk; the last chunk has finish_reason, usage and timings. When {@code each}
+     * returns false or throws, the request ends at the worker.
      *
      * @throws KVSidecarException with reason CANCELLED when {@code each} returned false
      */
@@ -91,12 +92,12 @@ public final class Client implements AutoCloseable {
         return warm(WarmRequest.newBuilder().setPrompt(prompt).setCache(cache).build(), deadline);
     }
 
-    /** Loads stored chunks of a prompt into the daemon's memory, and computes nothing. */
+    /** Loads stored chunks of a prompt into the daemon's memory, without computing. */
     public WarmResponse prefetch(Prompt prompt, Duration deadline) {
         return warm(WarmRequest.newBuilder().setPrompt(prompt).setPrefetch(true).build(), deadline);
     }
 
-    /** Removes the chunks that a session of the tenant stored and alone used. Returns their number. */
+    /** Removes the chunks that only this session of the tenant has used. Returns their number. */
     public int releaseSession(String session, ByteString tenantSalt, Duration deadline) {
         ReleaseSessionRequest request =
                 ReleaseSessionRequest.newBuilder().setSession(session).setTenantSalt(tenantSalt).build();

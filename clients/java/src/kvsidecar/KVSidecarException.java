@@ -8,12 +8,12 @@ import io.grpc.protobuf.StatusProto;
 import java.io.IOException;
 
 /**
- * A call that failed. The reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
- * clients/python/kvsidecar/errors); the message is one sentence for people.
+ * A call that failed. The reason is stable and meant for programs, such as "INVALID_REQUEST" or "OVERLOADED"
+ * (clients/python/kvsidecar/errors has all reasons). The message is one sentence for people.
  */
 public final class KVSidecarException extends RuntimeException {
     private static final long serialVersionUID = 1;
-    /** "HTTP/" in hexadecimal: netty reports the bytes that came instead of a frame. */
+    /** "HTTP/" in hexadecimal: netty reports the bytes that arrived instead of a frame. */
     private static final String HTTP_BEGINS = "485454502f";
     private final Status.Code code;
     private final String reason;
@@ -43,7 +43,7 @@ public final class KVSidecarException extends RuntimeException {
         return from(Status.INVALID_ARGUMENT.withDescription(message).asRuntimeException());
     }
 
-    /** Converts the error of a failed call, and recognizes an HTTP/1 server's address. */
+    /** Converts the error of a failed call. If an HTTP/1 server answered, the error says so. */
     static KVSidecarException at(String authority, StatusRuntimeException error) {
         for (Throwable cause = error; cause != null; cause = cause.getCause()) {
             if (String.valueOf(cause.getMessage()).contains(HTTP_BEGINS)) {
@@ -53,7 +53,7 @@ public final class KVSidecarException extends RuntimeException {
         return from(error);
     }
 
-    /** Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193). */
+    /** Reads google.rpc.ErrorInfo from a call's status (https://google.aip.dev/193). */
     static KVSidecarException from(StatusRuntimeException error) {
         com.google.rpc.Status status = StatusProto.fromThrowable(error);
         String reason = reasonOf(error.getStatus().getCode());
@@ -71,7 +71,8 @@ public final class KVSidecarException extends RuntimeException {
         return new KVSidecarException(error, reason, domain);
     }
 
-    /** A text of ErrorInfo{reason = 1, domain = 2}; Debian's jar of google.rpc is older than that message. */
+    /** Reads a text field of ErrorInfo{reason = 1, domain = 2} by its number, because Debian's jar of google.rpc is
+       older than that message. */
     private static String field(Any packed, int wanted) throws IOException {
         CodedInputStream in = packed.getValue().newCodedInput();
         for (int tag = in.readTag(); tag != 0; tag = in.readTag()) {
@@ -83,7 +84,7 @@ public final class KVSidecarException extends RuntimeException {
         return "";
     }
 
-    /** Error without details, which comes from gRPC on either side, not from the worker. */
+    /** Reason of an error without details: such an error comes from gRPC on either side, not from the worker. */
     private static String reasonOf(Status.Code code) {
         switch (code) {
             case CANCELLED:

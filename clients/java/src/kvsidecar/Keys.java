@@ -11,7 +11,7 @@ import kvsidecar.cache.v1.Chunk.NamespaceDescriptor;
 public final class Keys {
     private Keys() {}
 
-    /** Hash input of a namespace id: a line per field, in the order of field numbers. */
+    /** Hash input of a namespace id: one line per field, in the order of field numbers. */
     public static String canonicalEncoding(NamespaceDescriptor d) {
         return line("model_fingerprint", hex(d.getModelFingerprint().toByteArray()))
                 + line("architecture", escaped(d.getArchitecture()))
@@ -29,7 +29,7 @@ public final class Keys {
                 + line("producer", escaped(d.getProducer()));
     }
 
-    /** Id of everything that decides a chunk's bytes. */
+    /** Id of everything that determines a chunk's bytes. */
     public static byte[] namespaceId(NamespaceDescriptor descriptor) {
         return hash("namespace", sized(canonicalEncoding(descriptor).getBytes(StandardCharsets.UTF_8)));
     }

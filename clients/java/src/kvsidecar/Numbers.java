@@ -12,7 +12,7 @@ final class Numbers {
     private Numbers() {}
 
     /**
-     * Refuses negative numbers in unsigned fields, which Java stores as int: the worker would read 4294967293 for -3.
+     * Refuses negative numbers in unsigned fields, which Java stores as int. The worker would read -3 as 4294967293.
      *
      * @throws KVSidecarException with reason INVALID_REQUEST
      */

@@ -111,7 +111,7 @@ public final class XXH3 {
         return folded(data.getLong(at) ^ key(secretAt), data.getLong(at + 8) ^ key(secretAt + 8));
     }
 
-    /** Both halves of the unsigned product; multiplyHigh computes the signed one. */
+    /** XOR of both halves of the unsigned product; multiplyHigh computes the signed product. */
     private static long folded(long a, long b) {
         return Math.multiplyHigh(a, b) + (a >> 63 & b) + (b >> 63 & a) ^ a * b;
     }

@@ -19,8 +19,9 @@ async def run_benchmark(
 ) -> dict[str, Any]:
     """Run a benchmark and return its results.
 
-    ``asked`` are the parameters, ``first`` and ``again`` the results without and with a cached prefix, ``ttft_speedup``
-    their ratio. ``options`` are those of ``send_prompts``; ``console`` shows a progress bar.
+    The result has four entries: ``asked`` (parameters), ``first`` (results without a cached prefix), ``again`` (results
+    with a cached prefix) and ``ttft_speedup`` (their ratio). ``options`` are options of ``send_prompts``; ``console``
+    shows a progress bar.
     """
     if not server.model:
         server = replace(server, model=await model_of(server))

@@ -15,7 +15,7 @@ _SHARES = (50, 90, 99)
 def summarize(answers: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
     """Summarize one phase of ``seconds``.
 
-    Times are in milliseconds; None where nothing was measured, or where the server does not report the value.
+    Times are in milliseconds. A value is None if it was not measured, or if the server does not report it.
     """
     good = [a for a in answers if not a.why]
     prompt_tokens = sum(a.prompt_tokens for a in good)

@@ -43,7 +43,7 @@ class BenchServer:
 
 @dataclass
 class RequestResult:
-    """Result of one prompt. Times are in seconds since it was sent; ``why`` is the error."""
+    """Result of one prompt. Times are in seconds since the prompt was sent; ``why`` is the error."""
 
     first: bool
     first_token: float = 0.0
@@ -51,7 +51,7 @@ class RequestResult:
     whole: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    """None where the server does not report it."""
+    """None if the server does not report it."""
     generated_tokens: int = 0
     why: str = ""
 
@@ -86,7 +86,7 @@ async def send_prompts(
 ) -> list[RequestResult]:
     """Send all prompts in order, with at most ``concurrency`` requests at a time.
 
-    Calls ``on_result`` with each answer at its end.
+    Calls ``on_result`` with each result when the answer has ended.
     """
     todo, answers = iter(given), list[RequestResult]()
     body: dict[str, Any] = {
@@ -145,7 +145,7 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
     answer.whole = time.perf_counter() - began
     if not ended:
         raise KVSidecarError("the answer broke off")
-    # An answer may be empty: its end is then its only event.
+    # An empty answer has no text event, so its end counts as its first token.
     answer.first_token = answer.first_token or answer.whole
 
 

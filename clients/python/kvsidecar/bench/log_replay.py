@@ -31,7 +31,7 @@ class CauseCost:
 
 @dataclass
 class PlaceCost:
-    """Requests that differ from an earlier one at the same token."""
+    """Requests that differ from an earlier prompt at the same token."""
 
     position: int
     part: str
@@ -67,7 +67,7 @@ class LogReplay:
         return found
 
     def add(self, lines: Iterable[str]) -> None:
-        """Add the lines of answered requests; ignore all others."""
+        """Add the lines of answered requests; ignore all other lines."""
         for line in lines:
             fields = _fields(line)
             prompt, cached = _count(fields, "prompt_tokens"), _count(fields, "cached_tokens")
@@ -114,7 +114,10 @@ class LogReplay:
 
 
 def _fields(line: str) -> dict[str, Any]:
-    """Return the fields of a log line; none of a line in another format. Collectors may write text before the JSON."""
+    """Return the fields of a log line; empty for a line in another format.
+
+    Collectors may write text before the JSON.
+    """
     try:
         found = json.loads(line[line.index("{") :])
     except (ValueError, RecursionError):
@@ -130,6 +133,6 @@ def _number(value: Any) -> float | None:
 
 
 def _count(fields: dict[str, Any], name: str) -> int:
-    """Return a count; 0 for a missing one, and for values that no gateway writes."""
+    """Return a count; 0 for a missing field, and for a value that no gateway writes."""
     found = _number(fields.get(name))
     return int(found) if found is not None and 0 <= found < 2**53 else 0

@@ -1,7 +1,7 @@
-"""Prompts with a long shared prefix and a short suffix of their own.
+"""Prompts with a long shared prefix and a short individual suffix.
 
-The text consists of common English words in random order: no server has it cached, and tokenizers need little more than
-one token per word.
+The text consists of common English words in random order. So no server has it cached, and tokenizers need little more
+than one token per word.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt; ``first`` is set on the first one with its prefix."""
+    """A prompt; ``first`` is True for the first prompt with a prefix."""
 
     text: str
     first: bool
 
 
 def prompts(shape: Shape, requests: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return one prompt per prefix, and ``requests`` further ones in random order.
+    """Return one prompt per prefix, and ``requests`` further prompts in random order.
 
-    The further ones are spread evenly over the prefixes. The same seed makes the same prompts.
+    The further prompts are spread evenly over the prefixes. The same seed makes the same prompts.
     """
     rng = random.Random(seed)
     beginnings = [_text(rng, shape.prefix_words) for _ in range(shape.prefixes)]

@@ -1,6 +1,6 @@
 """``kvsidecar cost``: estimates the savings per day by cache hits.
 
-It uses measured prefill time and hit ratio.
+The estimate uses the measured prefill time and hit ratio.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvsidecar.client import Client
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _DAY, _HOUR = 86_400.0, 3_600.0
-# Prefill is measured at the usual prompt length, within these limits; more tokens give no better estimate.
+# Prefill is measured at the usual prompt length, within the first two limits: longer prompts give no better estimate.
+# The third number is the number of measurements.
 _LEAST_TOKENS, _MOST_TOKENS, _TIMES = 128, 2048, 3
 
 
@@ -32,7 +33,7 @@ class Savings:
     prompt_tokens: int
     cached_tokens: int
     prefill_s_per_token: float
-    """Measured now, at the usual prompt length, without concurrency."""
+    """Prefill time per token, measured now with one request at a time, at the usual prompt length."""
     hour_price: float
     """Hourly price of the worker's machine; 0 if unknown."""
 
@@ -43,7 +44,7 @@ class Savings:
 
     @property
     def saved_s(self) -> float:
-        """Saved time of the worker."""
+        """Prefill time that workers saved."""
         return self.cached_tokens * self.prefill_s_per_token
 
     @property

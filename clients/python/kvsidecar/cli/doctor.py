@@ -43,7 +43,7 @@ _OK, _NOTE, _BAD = "[green]ok[/green]", "[yellow]note[/yellow]", "[red]problem[/
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``advice`` is empty when there is nothing to do."""
+    """One line of the report; ``advice`` is empty if the user need not act."""
 
     what: str
     state: str
@@ -55,10 +55,10 @@ def doctor() -> None:
     """Check installation, hardware and running services, and give advice."""
     missing = missing_packages("worker")
     worker = [worker_missing(missing)] if missing else _packages(_WORKER_PACKAGES)
-    kernels = [] if "torch" in missing else _kernels()  # a connector uses them, too
+    kernels = [] if "torch" in missing else _kernels()  # connectors need them, even without a worker
     bits = [] if missing else _bits()
     findings = [*_machine(), *_packages(_PACKAGES), *worker, *kernels, *bits, *_services(), *engine_findings()]
-    # URLs and paths in full, however narrow the terminal.
+    # Show URLs and paths in full, even on a narrow terminal.
     table = Table("what", "", Column("detail", overflow="fold"), Column("what to do", overflow="fold"))
     for f in findings:
         table.add_row(f.what, f.state, f.detail, f.advice)
@@ -91,7 +91,7 @@ def worker_missing(packages: list[str]) -> Finding:
 
 
 def _packages(names: tuple[str, ...]) -> list[Finding]:
-    import importlib.metadata  # here: every other command starts sooner without it
+    import importlib.metadata  # lazy: other commands start faster without it
 
     out = []
     for name in names:
@@ -130,9 +130,10 @@ def _kernels() -> list[Finding]:
 
 
 def _bits() -> list[Finding]:
-    """Check whether a row has the same bits in every batch.
+    """Check whether a row of a product has the same bits in every batch.
 
-    If so, a hit with 16-bit storage changes no answer. Runs in subprocesses, because MKL reads its setting once.
+    If it has, a hit with 16-bit storage changes no answer. The check runs in subprocesses, because MKL reads its
+    setting once per process.
     """
     bare = {name: value for name, value in os.environ.items() if name != _MKL_SETTING}
     probe = python_command("-m", "inference_svc.models.batch_invariance_probe")

@@ -1,6 +1,6 @@
 """Programs and settings of the service commands, and the exec into them.
 
-Imports nothing slow, so that ``kvsidecar daemon`` becomes the daemon without loading the command line.
+Imports no slow module, so that ``kvsidecar daemon`` becomes the daemon without loading the command line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def become(command: str, arguments: Sequence[str]) -> NoReturn:
 def of_another(flag: str) -> str:
     """Explain a flag that ``serve`` lacks but one of its processes has.
 
-    Names the process, and the variable that sets it. Returns "" for other flags.
+    Names the process, and the environment variable that sets the flag. Returns "" for other flags.
     """
     name = flag.removeprefix("--").replace("-", "_")
     variables = {}

@@ -1,6 +1,6 @@
 """Command-line flags of a service, generated from its settings class.
 
-Errors are one line.
+Errors are printed as one line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse; for an unknown flag, exit with status 2 and suggest a similar one."""
+        """Parse; for an unknown flag, exit with status 2 and suggest a similar flag."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
@@ -56,7 +56,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Suggest a known name that is similar to a given one.
+    """Suggest a known name that is similar to a given name.
 
     Returns " (did you mean NAME?)", or "" if there is none. Ignores the common ``prefix``, which would make all names
     similar.
@@ -67,7 +67,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
-    """Return the docstring of each field of a settings class, inherited ones included."""
+    """Return the docstring of each field of a settings class, including inherited fields."""
     texts: dict[str, str] = {}
     for kind in _lineage(settings):
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
@@ -83,7 +83,7 @@ def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
 def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
     """Add one ``--flag`` per field, grouped by class (``flags_title``).
 
-    The class's own fields come before those of its parents. Unset flags fall back to environment, file and default.
+    The class's own fields come before inherited fields. Unset flags fall back to environment, file and default.
     """
     left = dict(settings.model_fields)
     added: dict[str, argparse.Action] = {}
@@ -106,7 +106,8 @@ def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
                 f"--{name.replace('_', '-')}",
                 dest=name,
                 default=argparse.SUPPRESS,
-                # The settings refuse other values in one sentence; the parser would compare numbers with text.
+                # No ``choices``: the settings class refuses other values in one sentence, and the parser would compare
+                # numbers with text.
                 metavar=f"{{{','.join(choices)}}}" if choices else _metavar(name, field.annotation),
                 **more,
             )

@@ -135,7 +135,7 @@ def _body(code: int, content: bytes) -> dict[str, Any]:
 def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
     """Convert the events of a stream that began at ``began``.
 
-    Uses client-side times where the server sends none.
+    Measures times in the client if the server sends none.
     """
     texts: list[str] = []
     first, finish = 0.0, ""
@@ -162,7 +162,7 @@ def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
 
 
 def _event(data: str) -> dict[str, Any]:
-    """Decode an event. Raises KVSidecarError for an error event, and for an invalid one."""
+    """Decode an event. Raises KVSidecarError for an error event, and for an invalid event."""
     try:
         found = json.loads(data)
     except ValueError:

@@ -58,8 +58,9 @@ class Part:
     restarts: int = 0
     """Number of restarts by the supervisor."""
     kills: int = 0
-    oom_kills: int = 0
     """Number of these restarts because the process did not respond."""
+    oom_kills: int = 0
+    """Number of these restarts after the kernel killed the process for lack of memory."""
 
 
 def status(
@@ -136,9 +137,9 @@ def _ended(process: psutil.Process, seconds: float) -> bool:
 
 
 def parts_in(folder: Path) -> list[Part]:
-    """Return the processes of a folder: daemon and workers by name.
+    """Return the processes of a folder: the daemon and the workers, sorted by name.
 
-    With a supervisor, also those that do not listen yet, and the gateway.
+    With a supervisor, the list includes the gateway and the processes that do not listen yet.
     """
     sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
     found = [_part(path) for path in sockets]
@@ -256,7 +257,7 @@ def _of_worker(channel: grpc.Channel) -> str:
 def _to_end(folder: Path) -> list[psutil.Process]:
     """Return the processes to stop, in order.
 
-    Supervisors come first, which stop their children in order; then other processes, the daemon last.
+    Supervisors come first, because they stop their children in order. Then come the other processes, the daemon last.
     """
     listeners = _listeners(folder)
     supervisors = _supervisors(folder, listeners)
@@ -282,7 +283,7 @@ def _listeners(folder: Path) -> list[psutil.Process]:
 
 def _supervisors(folder: Path, listeners: list[psutil.Process]) -> list[psutil.Process]:
     found = {}
-    if node := find_node(folder):  # whose parts may not listen yet
+    if node := find_node(folder):  # the node's processes may not listen yet
         with contextlib.suppress(psutil.Error):
             found[node.pid] = psutil.Process(node.pid)
     for process in listeners:

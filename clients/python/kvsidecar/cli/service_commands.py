@@ -19,7 +19,8 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 def commands() -> list[Callable[..., None]]:
     """Return the service commands.
 
-    For shell completion they have the flags of their settings; otherwise they have none, and pass all flags on.
+    For shell completion the commands have the flags of their settings. Otherwise they have no flags, and pass all
+    arguments to the service.
     """
     found = [serve, daemon, worker, size, verify, quantize, gateway]
     return [_with_flags(command) for command in found] if ASKED_BY_SHELL in os.environ else found

@@ -38,8 +38,8 @@ _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 def read_settings(settings: type[S], given: dict[str, Any], config: Path | None) -> S:
     """Build the settings.
 
-    Raises ConfigurationError with one sentence that names setting, value and rule, also for an unknown name in the file
-    or the environment.
+    Raises ConfigurationError with one sentence that names setting, value and rule. An unknown name in the file or the
+    environment is an error, too.
     """
     refuse_unknown_variables(settings)
     values = {} if config is None else _read_file(settings, config)
@@ -58,7 +58,7 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
         hidden = field is not None and not field.repr
         shown = "not shown here" if hidden else _shown(first.get("input"))
         why = first["msg"].removeprefix("Value error, ")
-        # A hidden value must not be in a traceback either.
+        # ``from None`` keeps a hidden value out of the traceback.
         raise ConfigurationError(f"{name} is {shown}: {why.replace('Input', 'input', 1)}") from (
             None if hidden else error
         )
@@ -136,8 +136,8 @@ def strip_control_characters(_: object, __: str, event: structlog.typing.EventDi
 def configure_logging(level: str, process: str = "") -> None:
     """Configure structured logs on stderr: readable on a terminal, else JSON lines.
 
-    ``process`` names the writer where several processes share a log. Tracebacks omit local variables, which contain
-    prompts.
+    ``process`` names the writer of each line, for a log that several processes share. Tracebacks omit local variables,
+    which contain prompts.
     """
     errors = _StandardError()
     show: list[structlog.typing.Processor] = [
@@ -171,7 +171,8 @@ def run_service(
 ) -> int:
     """Parse flags and run ``serve`` on uvloop.
 
-    ``around`` gets the function that runs it, and calls it. Returns the exit code: 0 stopped, 2 bad settings, 1 failed.
+    ``around`` gets a function that runs ``serve``, and must call that function. Returns the exit code: 0 after a stop,
+    1 after a failure, 2 for invalid settings.
     """
     parser = FlagParser(prog=name, usage="%(prog)s [flags]", description=inspect.getdoc(settings))
     add_flags(parser, settings)

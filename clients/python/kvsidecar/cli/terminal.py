@@ -13,7 +13,7 @@ from kvsidecar.cli.printable import printable
 class TerminalConsole(Console):
     """rich's console without control characters in text.
 
-    On a terminal it removes them, but keeps rich's own sequences.
+    On a terminal it removes control characters from texts, but keeps the sequences that rich writes.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -38,7 +38,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Token counts of a text: all, cached before, and stored now."""
+    """Token counts of a text: total, already cached, and newly stored."""
 
     prompt_tokens: int
     cached_tokens: int

@@ -1,6 +1,6 @@
 """Errors of KVSidecar, and their transfer over gRPC and HTTP.
 
-``error_classes`` has the classes, ``grpc_status`` the mapping. Imports nothing of KVSidecar.
+``error_classes`` has the classes, ``grpc_status`` the mapping. Imports no other package of KVSidecar.
 """
 
 from kvsidecar.errors.error_classes import (

@@ -12,8 +12,8 @@ from typing import Self
 class KVSidecarError(Exception):
     """Base of all errors that a caller may handle.
 
-    ``reason`` is stable; the text is for people. ``param`` is the request's invalid field, if any, and ``constraint``
-    the name of the rule that its value breaks.
+    ``reason`` is stable; the text is for people. ``param`` is the name of the request's invalid field, if any, and
+    ``constraint`` is the name of the rule that the field's value breaks.
     """
 
     reason = "INTERNAL"
@@ -197,7 +197,7 @@ class ModelUnsupported(KVSidecarError):
 
 
 class Unauthenticated(KVSidecarError):
-    """The caller sent no credentials, or unknown ones."""
+    """The caller sent no credentials, or unknown credentials."""
 
     reason = "UNAUTHENTICATED"
 

@@ -50,18 +50,18 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 R = TypeVar("R")
 _DETAILS_KEY = "grpc-status-details-bin"
-# Maximum bytes of a text over gRPC. It is sent twice, escaped, and metadata of 16 KiB would end the call without a
-# reason.
+# Maximum bytes of a text over gRPC, and of its last part when the text is cut. gRPC sends the text twice, escaped. If
+# the metadata exceeded 16 KiB, the call would end without a reason.
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
-# gRPC's text where no server listens: the address, gRPC's own words, and the system's reason. gRPC 1.76 puts errno
-# behind the reason.
+# gRPC's text if no server listens: the address, gRPC's own words, and the system's reason. gRPC 1.76 appends errno
+# to the reason.
 _NOTHING_LISTENS = re.compile(
     r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+?)(?: \(\d+\))?"
 )
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
-# gRPC's text for a call that its own caller cancelled. A server that shuts down ends calls that are just arriving with
-# the same status and another text.
+# gRPC's text for a call that its own caller cancelled. When a server shuts down, calls that are just arriving end with
+# the same status, but with another text.
 _CANCELLED_HERE = "Locally cancelled by application!"
 
 # Error -> (gRPC status, HTTP code). A subclass without a row uses its parent's.
@@ -175,7 +175,7 @@ def _for_grpc(place: str) -> str:
 
 
 def sent_error(error: grpc.RpcError) -> KVSidecarError | None:
-    """Return the error that the server ended the call with; None if gRPC ended it."""
+    """Return the error with which the server ended the call; None if gRPC ended the call."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == _DETAILS_KEY:

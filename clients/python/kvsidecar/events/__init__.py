@@ -2,5 +2,5 @@
 
 ``event_follower`` follows the daemon's Watch, ``block_ledger`` converts chunks to blocks, ``event_publisher``
 implements vLLM's protocol (ZeroMQ and msgpack: ``pip install kvsidecar[events]``). May import the rest of
-``kvsidecar``, not the servers.
+``kvsidecar``, but not the servers.
 """

@@ -25,7 +25,7 @@ def seed_hash(seed: str = DEFAULT_SEED) -> bytes:
 def block_hash(before: bytes, tokens: Sequence[int], salt: str | bytes = b"") -> bytes:
     """Return a block's hash, 32 bytes.
 
-    ``salt`` is the prompt's for its first block, and empty for all others.
+    ``salt`` is the prompt's salt for the first block, and empty for all other blocks.
     """
     extra = _NULL
     if salt:
@@ -37,7 +37,7 @@ def block_hash(before: bytes, tokens: Sequence[int], salt: str | bytes = b"") ->
 
 
 def external_hash(block: bytes) -> int:
-    """Return a block's hash in events: the last 64 bits."""
+    """Return a block's hash as events contain it: the last 64 bits."""
     return int.from_bytes(block[-8:], "big")
 
 

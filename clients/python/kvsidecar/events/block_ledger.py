@@ -2,7 +2,7 @@
 
 Chunks have any length, but routers count blocks of one length. A block belongs to the chunk in which it ends; the
 daemon has that chunk only with all its ancestors. Chunks with a common prefix share blocks, so blocks are
-reference-counted: a block is removed with its last chunk. Each tier is counted separately.
+reference-counted: a block is removed when the last chunk with it is removed. Each tier has its own reference counts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BlockLedger:
         return out
 
     def _before(self, chunk: ChunkInfo) -> _ChunkEnd | None:
-        """Return the end of a chunk's parent; None when the parent is unknown."""
+        """Return the ``_ChunkEnd`` of a chunk's parent; None when the parent is unknown."""
         if not chunk.start_position:
             return _ChunkEnd(seed_hash(self.seed), (), True)
         parent = self._chunks.get(chunk.parent_prefix_hash)

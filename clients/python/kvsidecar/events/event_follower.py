@@ -70,7 +70,7 @@ class EventFollower:
     def resend_all(self) -> None:
         """Publish all stored blocks again.
 
-        For a subscriber that missed events which are no longer kept for replays.
+        A subscriber needs this if it missed events that are no longer kept for replays.
         """
         if not self._resend_requested:
             self._resend_requested = True
@@ -105,7 +105,7 @@ class EventFollower:
             for event in self._call:
                 yield self._ledger.change(event.type, event.chunk)
         finally:
-            self._last_contact = time.monotonic()  # the daemon was available until now
+            self._last_contact = time.monotonic()  # until now, the daemon was available
 
     def _listed(self, daemon: Any) -> list[pb.ChunkInfo]:
         found, token = list[pb.ChunkInfo](), b""
@@ -121,8 +121,8 @@ class EventFollower:
 def attached_namespace(reach: Reach) -> bytes:
     """Return the namespace of the daemon's sessions.
 
-    Waits for the daemon and for the first session. Raises InvalidRequest for several namespaces, PermissionDenied for
-    callers that may not see sessions.
+    Waits for the daemon and for the first session. Raises InvalidRequest if sessions have different namespaces, and
+    PermissionDenied for a caller that may not see sessions.
     """
     said = False
     while True:

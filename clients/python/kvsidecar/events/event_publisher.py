@@ -1,8 +1,8 @@
 """Publishes events over vLLM's ZeroMQ sockets: numbered batches, and replays on request.
 
-A batch is three frames, ``[topic, number, msgpack]``; the number has 8 bytes big-endian and counts from 0 since the
-start. A subscriber that missed batches sends the number of the first missing one to the replay socket, after an empty
-frame. It gets ``["", topic, number, msgpack]`` for each kept batch from that number on, and finally the number -1
+A batch is three frames, ``[topic, number, msgpack]``; the number has 8 bytes, big-endian, and counts batches from 0. A
+subscriber that missed batches sends the number of the first missing one to the replay socket, after an empty frame. The
+subscriber gets ``["", topic, number, msgpack]`` for each kept batch from that number on, and finally the number -1
 without a payload.
 """
 
@@ -29,7 +29,7 @@ _STOP = b"stop"
 class PublisherEndpoints:
     """ZeroMQ endpoints; an empty ``replay`` means no replay socket.
 
-    With ``connects`` the subscriber listens, not this process.
+    With ``connects``, this process connects to the subscriber, which listens.
     """
 
     events: str
@@ -76,7 +76,7 @@ class EventPublisher:
         return socket
 
     def publish(self, events: list[Event]) -> None:
-        """Send a batch; an empty one is skipped."""
+        """Send a batch; skip an empty batch."""
         if not events:
             return
         payload = encode(EventBatch(time.time(), events, 0))

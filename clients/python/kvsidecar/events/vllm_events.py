@@ -14,7 +14,8 @@ import msgspec
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Consecutive blocks of a prompt that were stored.
 
-    ``token_ids`` are those of all blocks; ``extra_keys`` has an entry per block: the salt for a prompt's first one.
+    ``token_ids`` are the tokens of all blocks. ``extra_keys`` has an entry per block: the salt for a prompt's first
+    block.
     """
 
     block_hashes: list[int]

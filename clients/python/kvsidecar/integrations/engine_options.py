@@ -40,9 +40,9 @@ def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 class DaemonOptions:
     """Address and credentials of the daemon.
 
-    ``socket`` is the path of its socket (empty: this user's) or ``host:port`` on another host. For another host, ``ca``
-    is the file of the authority that signed its certificate, and ``cert`` with ``key`` or ``token_file`` authenticate
-    this client.
+    ``socket`` is the path of the daemon's socket (empty: this user's daemon), or ``host:port`` of a daemon on another
+    host. For another host, ``ca`` is the file of the authority that signed the daemon's certificate, and ``cert`` with
+    ``key`` or ``token_file`` authenticate this client.
     """
 
     socket: str = ""

@@ -1,7 +1,7 @@
 """Identity of the numerics of an engine that computes with PyTorch.
 
-The engine's own kernels are not probed: the device's name and the engine's version stand for them. So two machines with
-different device names share no chunks, even if they compute equal bits.
+The engine's own kernels are not probed; the id contains the device's name and the engine's version instead. So two
+machines with different device names share no chunks, even if they compute equal bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ID_DIGITS = 16
 def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> str:
     """Return the id of the machine's numerics for a namespace's ``producer``.
 
-    With ``shared`` the id is the same on every machine, for users who prefer hits to equal bits. Otherwise it runs a
-    few matrix products on the device, which takes some milliseconds.
+    With ``shared`` the id is the same on every machine, for users who prefer hits to equal bits. Otherwise the function
+    runs a few matrix products on the device, which takes some milliseconds.
     """
     if shared:
         return SHARED

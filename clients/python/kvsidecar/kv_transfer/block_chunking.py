@@ -1,6 +1,7 @@
 """Chunk boundaries of an engine's prompts.
 
-Every engine of a cluster must use the same boundaries for lookups and stores: a remote tier's keys follow from them.
+All engines that share a remote tier must use the same boundaries for lookups and stores, because the boundaries
+determine the tier's keys.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from kvsidecar.chunk_layout import MAX_CUTS
 
 @dataclass(frozen=True)
 class BlockChunking:
-    """Chunks of whole blocks that end at multiples of ``chunk_tokens``, and with the prompt."""
+    """Chunks of whole blocks that end at multiples of ``chunk_tokens``, or at the end of the prompt."""
 
     chunk_tokens: int
     block_tokens: int = 1
@@ -23,7 +24,7 @@ class BlockChunking:
         return BlockChunking(-(-min_tokens // block_tokens) * block_tokens, block_tokens)
 
     def full_length(self, max_tokens: int) -> int:
-        """Return the length of a full chunk, where the daemon allows ``max_tokens``."""
+        """Return the length of a full chunk, if the daemon allows at most ``max_tokens``."""
         return min(self.chunk_tokens, max_tokens)
 
     def boundaries(self, start: int, stop: int, max_tokens: int) -> list[int]:
@@ -34,5 +35,5 @@ class BlockChunking:
         return [*range(start // longest * longest + longest, stop, longest), stop]
 
     def shared_boundaries(self, tokens: int, max_tokens: int) -> list[int]:
-        """Return the chunk ends that all engines use, at most as many as a Match may name."""
+        """Return the chunk ends that all engines use, but at most as many as a Match may contain."""
         return self.boundaries(0, tokens, max_tokens)[:MAX_CUTS]

@@ -87,7 +87,7 @@ class BlockCopier:
                 scatter(self._values, slots, arrays["values"][:, : len(slots)])
                 return
             keys, values = self._scratch(len(slots))
-            self._wait()  # the chunk kernels run on a stream of their own
+            self._wait()  # the chunk kernels run on another stream
             unpack_chunk(keys, values, torch.arange(len(slots)), header, payload)
             scatter(self._keys, slots, keys.transpose(1, 2))
             scatter(self._values, slots, values.transpose(1, 2))
@@ -96,7 +96,7 @@ class BlockCopier:
     def _check(self, slots: Integers) -> None:
         """Refuse slots outside of the cache.
 
-        The kernels get addresses without limits, and would write into other memory.
+        The kernels check no bounds, and would write into other memory.
         """
         end = self.cache.blocks * self.cache.block_tokens
         if len(slots) and slots.max() >= end:

@@ -13,7 +13,7 @@ from kvsidecar.retained_prefixes import RetainedPrefixes
 class CacheHints:
     """TTL (0: no expiry), retained prefixes, session (empty: none) and priority of a request's chunks.
 
-    ``fetch`` asks for stored chunks of the remote tier even if computing them seems quicker.
+    ``fetch`` requests stored chunks from the remote tier even if computing them seems faster.
     """
 
     ttl_seconds: int = 0

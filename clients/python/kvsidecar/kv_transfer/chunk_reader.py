@@ -45,8 +45,8 @@ class ChunkReader:
         Ignores the slots before ``first``. ``leased`` says that another session already leases all of these chunks.
         ``after`` is the CUDA event that the engine recorded after it enqueued its last use of these slots.
 
-        Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have expired during the copy; the
-        blocks' contents are then undefined.
+        Raises grpc.RpcError and ValueError. Raises ConnectionError when the lease may have expired during the copy.
+        After an error, the blocks' contents are undefined.
         """
         began, load = time.perf_counter(), None
         found = self._lookup.match(session, tokens, salt, leased=leased)

@@ -20,7 +20,7 @@ from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.kv_transfer.transport import Fill, transfer_timeout
 
-# A long prompt is written in groups, so that its first chunks become visible before the last one is written. A group
+# A long prompt is written in groups, so that its first chunks become visible before its last chunk is written. A group
 # has at most this many chunks, and takes at most this share of the session's staging memory.
 _MAX_GROUP_CHUNKS, _MAX_STAGING_SHARE = 32, 0.5
 _ALIGNMENT = 4096
@@ -32,7 +32,7 @@ class StoreCancelled(Exception):
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """The stored prefix of a prompt: its tokens, and the prefix hash of its last chunk."""
+    """The stored prefix of a prompt: its number of tokens, and the prefix hash of its last chunk."""
 
     tokens: int = 0
     prefix_hash: bytes = b""
@@ -51,7 +51,7 @@ class StoreResult:
 class ChunkWriter:
     """Stores prompts. For one thread.
 
-    ``timeout`` (seconds) is for a call that transfers no payload.
+    ``timeout`` (seconds) limits a call that transfers no payload.
     """
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, chunk_tokens: int, timeout: float) -> None:
@@ -74,7 +74,7 @@ class ChunkWriter:
     ) -> StoreResult:
         """Store the tokens after ``prefix`` from ``slots [len(tokens)]``.
 
-        ``token_seconds`` is the prefill time of one token, ``after`` the CUDA event after which the slots hold the
+        ``token_seconds`` is the prefill time of one token. ``after`` is the CUDA event after which the slots hold the
         tokens. The writer reads the cache only inside ``read_guard()``, one chunk at a time; ``read_guard`` raises
         StoreCancelled to stop the store. Raises StoreCancelled, grpc.RpcError and ValueError, after it has aborted the
         open reservations (if the daemon can be reached).
@@ -138,7 +138,7 @@ class _BlockSource:
 class StoreTarget:
     """A session, and the tenant whose chunks it stores.
 
-    ``timeout`` is in seconds, for a call that transfers no payload.
+    ``timeout`` (seconds) limits a call that transfers no payload.
     """
 
     session: Session
@@ -185,8 +185,8 @@ def store_chunks(
     """Store the chunks of a prompt after ``prefix``: reserve, fill, commit per group.
 
     Stops at the first chunk that the daemon refuses. If the last chunk of ``prefix`` was evicted or replaced meanwhile
-    (PARENT_MISSING), it stores all chunks of the prompt again if ``source`` ``can_restart``, else none. Raises the
-    exceptions of ``source``, grpc.RpcError and ValueError, after it has aborted the open reservations.
+    (PARENT_MISSING), it stores all chunks of the prompt again if ``can_restart``; otherwise it stores nothing. Raises
+    the exceptions of ``source``, grpc.RpcError and ValueError, after it has aborted the open reservations.
     """
     stored = _store_after(target, source, prefix)
     if stored is None and can_restart:
@@ -221,7 +221,7 @@ def _fill(source: ChunkSource, group: list[ChunkHeader], i: int, payload: memory
 class WriteResult:
     """For each chunk, in order: whether it is stored, and whether this call stored it.
 
-    ``new_bytes`` are the payload bytes that it stored.
+    ``new_bytes`` is the number of payload bytes that this call stored.
     """
 
     stored: tuple[bool, ...]
@@ -231,7 +231,7 @@ class WriteResult:
 
     @property
     def num_leading_stored(self) -> int:
-        """Number of chunks before the first one that is not stored."""
+        """Number of stored chunks before the first missing chunk."""
         return self.stored.index(False) if False in self.stored else len(self.stored)
 
 
@@ -240,8 +240,8 @@ def write(
 ) -> WriteResult:
     """Reserve, fill and commit one group of chunks (see ``group_length``).
 
-    ``timeout`` (seconds) is for a call that transfers no payload. ``ttl_seconds`` is the chunks' TTL; 0 is none. Raises
-    the exceptions of ``fill``, grpc.RpcError and ValueError, after it has aborted the reservations.
+    ``timeout`` (seconds) limits a call that transfers no payload. ``hints`` apply to the chunks. Raises the exceptions
+    of ``fill``, grpc.RpcError and ValueError, after it has aborted the reservations.
     """
     request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers)
     hints.add_to(request)
@@ -279,7 +279,7 @@ def linked_groups(
 ) -> Iterator[tuple[list[ChunkHeader], list[bytes]]]:
     """Split one prompt's consecutive chunks into groups; yield headers and prefix hashes.
 
-    ``parent`` is the prefix hash of the chunk before them; empty at the prompt's start, where ``root`` replaces it.
+    ``parent`` is the prefix hash of the chunk before them. At the prompt's start it is empty, and ``root`` replaces it.
     Sets the headers' parent hashes, group by group as the caller consumes them.
     """
     at = 0
@@ -295,7 +295,7 @@ def linked_groups(
 
 
 def group_length(session: Session, headers: list[ChunkHeader]) -> int:
-    """Return how many of the next chunks form one group, at least one."""
+    """Return the number of next chunks that form one group; at least 1."""
     room, count = session.transport.max_reserved_bytes * _MAX_STAGING_SHARE, 0
     for header in headers[:_MAX_GROUP_CHUNKS]:
         room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT

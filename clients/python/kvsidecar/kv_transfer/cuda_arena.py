@@ -22,7 +22,7 @@ from kvsidecar.kv_transfer.mapped_memory import ARENA, receive_descriptor, recei
 class CudaArena:
     """An imported arena on torch's device; kernels read it in place.
 
-    Raises OSError when the driver or the daemon refuses, ValueError when the arena belongs to another device.
+    Raises OSError when the driver or the daemon refuses. Raises ValueError when the arena belongs to another device.
     """
 
     def __init__(self, welcome: Welcome, device: int) -> None:

@@ -1,10 +1,10 @@
 """CUDA device memory shared between processes.
 
-Where the driver supports it, the memory is shared by a file descriptor (the driver's virtual memory management): the
-memory lives until the last process that holds it ends. Otherwise it is shared by a legacy IPC handle: the memory ends
+If the driver supports it, the memory is shared by a file descriptor (the driver's virtual memory management). Such
+memory exists until the last process that holds it ends. Otherwise the memory is shared by a legacy IPC handle, and ends
 with the process that allocated it.
 
-Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports neither before first use.
+Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports and loads them at first use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SharedDeviceMemory:
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
         """Copy to the host."""
-        _call(self._cuda, "cuCtxSetCurrent", self._context)  # of this thread
+        _call(self._cuda, "cuCtxSetCurrent", self._context)  # the context is per thread
         out = bytearray(size_bytes)
         _call(self._cuda, "cuMemcpyDtoH", out, self.address + offset, size_bytes)
         return memoryview(out)
@@ -38,7 +38,7 @@ class SharedDeviceMemory:
         """Copy from the host. At return, every process that holds the memory can read the bytes."""
         _call(self._cuda, "cuCtxSetCurrent", self._context)
         _call(self._cuda, "cuMemcpyHtoD", self.address + offset, bytes(data), len(data))
-        # From pageable memory the driver may return before the last part is there, and another process reads it.
+        # The driver may return before the last part of pageable memory was copied, but another process reads it next.
         _call(self._cuda, "cuCtxSynchronize")
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class LegacyMemory(SharedDeviceMemory):
         """Allocate memory. Raises CudaUnavailable."""
         cuda, context, uuid = _begin(device)
         memory = cls(cuda, context, uuid, int(_call(cuda, "cuMemAlloc", size_bytes)), size_bytes, own=True)
-        memory.handle()  # fails here rather than when a worker attaches
+        memory.handle()  # if this fails, fail now and not when a worker attaches
         return memory
 
     @classmethod

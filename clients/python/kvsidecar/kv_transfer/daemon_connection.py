@@ -34,7 +34,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 ]
-# No thread, no memory, or a GPU that refuses a mapping: a later attempt may succeed.
+# Errors of a lack of threads or memory, and of a GPU that refuses a mapping: a later attempt may succeed.
 _LACKING = (RuntimeError, MemoryError)
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
@@ -63,16 +63,16 @@ class DaemonConnection:
     ) -> None:
         """Create the connection; ``gpu`` is the CUDA device that reads chunks, if any.
 
-        ``engine`` is the engine's name in the daemon's metrics. The session reads payloads in shared memory where the
-        daemon offers it, and streams them over TCP where it does not. With ``maps=False`` the session only looks up and
-        leases; it can neither read nor write payloads.
+        ``engine`` is the engine's name in the daemon's metrics. The session reads payloads in shared memory if the
+        daemon offers it; otherwise it streams them over TCP. With ``maps=False`` the session only looks up and leases;
+        it can neither read nor write payloads.
         """
         self._log = log or logging.getLogger(__name__)
         self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
         self._maps, self._engine = maps, engine
         self.namespace = keys.namespace_id(descriptor)
         self.served_counts: Callable[[], ServedCounts] = ServedCounts  # reported in heartbeats; set by the runtime
-        self.default_verdict: pb.ReuseVerdict | None = None  # of sessions for which the daemon has none
+        self.default_verdict: pb.ReuseVerdict | None = None  # for sessions without a verdict in the daemon
         self._session: Session | None = None
         self._stop = threading.Event()
         self._current: Session | None = None
@@ -97,9 +97,9 @@ class DaemonConnection:
         session.finish()
 
     def release_group(self, salt: bytes, group: str) -> int:
-        """Remove the chunks that one session of cache hints (``group``) stored and alone used.
+        """Remove the chunks that only one session of cache hints (``group``) has used.
 
-        Returns how many. Blocks; raises KVSidecarError.
+        Returns their number. Blocks. Raises KVSidecarError.
         """
         session = self.session
         if session is None:
@@ -141,7 +141,7 @@ class DaemonConnection:
         outgoing.put(pb.AttachRequest(hello=hello))
         try:
             opened = self._address.channel(_CHANNEL_OPTIONS)
-        except ConfigurationError as error:  # every attempt reads the files, which may be in replacement right now
+        except ConfigurationError as error:  # a file may be replaced right now; the next attempt reads it again
             self._log_once(f"{error}; serving without cache")
             return False
         with opened as channel:
@@ -194,8 +194,8 @@ class DaemonConnection:
     ) -> bool:
         """Run a session until it ends, is dropped, or this connection is closed.
 
-        Returns whether it became usable. Heartbeats start before the arena is mapped: mapping and registering a large
-        arena may take longer than the daemon waits for a heartbeat.
+        Returns whether the session became usable. Heartbeats start before the arena is mapped, because mapping and
+        registering a large arena may take longer than the daemon waits for a heartbeat.
         """
         acks = threading.Thread(target=self._read_acks, args=(session, incoming), name="kv-session-acks", daemon=True)
         acks.start()
@@ -241,7 +241,7 @@ class DaemonConnection:
             outgoing.put(pb.AttachRequest(heartbeat=session.next_heartbeat(self.served_counts())))
 
     def _log_once(self, text: str) -> None:
-        """Log a state once instead of at every attempt."""
+        """Log a state once, and not again at every attempt."""
         if text != self._logged:
             self._logged = text
             self._log.warning(text)

@@ -1,6 +1,6 @@
 """Maps a failed daemon call to its effect on the session.
 
-No such failure ever fails a request.
+No failed daemon call ever fails a request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ REFUSED_CODES = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXH
 def handle_failure(connection: DaemonConnection, session: Session, error: Exception) -> str:
     """Suspect, keep or end the session after a failure; return the failure as a sentence.
 
-    The daemon undoes a call that timed out, and a refused call (another tenant's salt, a limit) changed nothing. Any
-    other failure ends the session, and with it its leases and reservations.
+    A call that timed out keeps the session, but marks it as suspect: the daemon undoes such a call. A refused call
+    (another tenant's salt, a limit) changed nothing, so the session continues. Any other failure ends the session with
+    its leases and reservations.
     """
     if isinstance(error, grpc.RpcError):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

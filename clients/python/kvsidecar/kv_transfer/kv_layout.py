@@ -3,7 +3,7 @@
 The engine declares the layout; it is never inferred from a shape. A layout gives, for one layer's keys or values, an
 offset and the strides of blocks, tokens, heads and channels. An axis may be split into several modes, as in CuTe's
 layouts: in the tiles of Intel's AMX the token axis is ``(n / 16, 16)`` with a stride for each mode. This covers every
-order of dimensions, with keys and values packed or apart. A cache that the layout cannot describe is refused.
+order of dimensions, with keys and values in one tensor or in two. A cache that the layout cannot describe is refused.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def check_layout(cache: PagedKVCache, write: Write) -> None:
     """
     if cache.blocks < 2:
         raise ConfigurationError(f"the cache has {cache.blocks} blocks; a check of its layout needs 2")
-    # Not adjacent where there are enough blocks, and in descending order: an engine may allocate such blocks.
+    # Two blocks in descending order, and not adjacent if there are enough blocks: an engine may allocate such blocks.
     slots = slots_of([cache.blocks - 1, 1 if cache.blocks > 2 else 0], cache.block_tokens)
     where = torch.from_numpy(slots).to(cache.device)
     shape = (2, len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
@@ -66,7 +66,7 @@ class _MarkedPayload:
 
     def __init__(self, cache: PagedKVCache, tokens: int) -> None:
         self._cache = cache
-        # Quantized values would differ from the written ones.
+        # 16 bits, because quantized values would differ from the written values.
         self.header = new_header(replace(cache.geometry, bits=16), [0] * tokens, 0)
         self.payload = memoryview(bytearray(self.header.payload_bytes))
 

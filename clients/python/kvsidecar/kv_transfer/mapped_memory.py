@@ -16,8 +16,8 @@ ARENA, STAGING, SUMMARY = b"a", b"s", b"i"
 def map_arena(welcome: Welcome) -> memoryview:
     """Map the arena, read-only.
 
-    Pages are mapped at first touch, so only used pages exist. Raises OSError when the daemon refuses, ValueError for
-    memory that is not the host's.
+    Pages are mapped at first touch, so only used pages exist. Raises OSError when the daemon refuses, and ValueError
+    for an arena in device memory.
     """
     if welcome.arena.kind != ARENA_KIND_HOST:
         raise ValueError("the daemon offers no memory that this process can map")

@@ -1,7 +1,8 @@
 """Content-addressed pages: an engine names a page by a hash and hides its tokens.
 
-Such a page is stored as a chunk without a parent: its name replaces its first tokens, and zeros replace the others. The
-daemon finds many pages in one call by content match; its leases, tiers and quotas apply to them.
+Such a page is stored as a chunk without a parent: its name replaces its first tokens, and zeros replace the other
+tokens. The daemon finds many pages in one call by content match. Its leases, tiers and quotas apply to pages as to
+other chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
 from kvsidecar.kv_transfer.session import CompletedLoad, Session
 
 NAME_TOKENS = 8
-"""Minimum tokens of a page: its name is 256 bits."""
+"""Minimum tokens of a page, because its name has 256 bits."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LeasedPages:
 class NamedPages:
     """Looks up and stores the pages of one namespace.
 
-    ``timeout`` (seconds) is for a call that transfers no payload. Thread-safe.
+    ``timeout`` (seconds) limits a call that transfers no payload. Thread-safe.
     """
 
     namespace: bytes
@@ -67,9 +68,9 @@ class NamedPages:
     def find(
         self, session: Session, pages: Sequence[NamedPage], salt: bytes, hints: CacheHints = NO_HINTS
     ) -> LeasedPages | None:
-        """Find and lease stored pages; the requested ones must all differ.
+        """Find and lease stored pages; all requested pages must differ.
 
-        Returns None when the index summary contains none of them. Raises grpc.RpcError and ValueError.
+        Returns None when the index summary contains none of the pages. Raises grpc.RpcError and ValueError.
         """
         root = keys.tenant_root(self.namespace, salt)
         leases = self._prefetch(session, pages, salt, root) if session.remote else []
@@ -89,8 +90,8 @@ class NamedPages:
             tokens += ids
         if not probes:
             return None
-        # The order is reversed, so that a prompt's first pages count as used last and are evicted last: without them
-        # the later ones are useless.
+        # The order is reversed, so that a prompt's first pages count as used last and are evicted last: later pages are
+        # useless without them.
         found = self.lookup.match(session, tokens, salt, contents=probes[::-1], hints=hints)
         starts = {at: i for i, at in enumerate(_starts(pages))}
         stored = {starts[match.start]: match.match for match in found.contents}
@@ -101,8 +102,8 @@ class NamedPages:
     def _prefetch(self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes) -> list[bytes]:
         """Prefetch missing pages from the daemon's remote tier; return leases on them.
 
-        Stops at the first group of consecutive pages of which the tier has none: a prompt's pages are stored in order
-        from its start.
+        Stops at the first group of consecutive pages of which the tier has no page: the pages of a prompt are stored in
+        order, so later groups are missing too.
         """
         known, most, away = session.summary is not None, session.max_chunk_tokens, list[list[int]]()
         for page in pages:

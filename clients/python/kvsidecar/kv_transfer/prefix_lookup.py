@@ -16,9 +16,9 @@ from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.session import CompletedLoad, Session
 
-# Chunks outside of the arena are on a disk: each byte that the daemon may have to load extends a Match's timeout.
+# Assumed disk speed. The daemon may have to load chunks from disk, so each byte extends a Match's timeout.
 _MIN_DISK_BYTES_PER_SECOND = 200e6
-# The daemon waits at most this long for a remote tier.
+# Longest time that the daemon waits for a remote tier.
 _MAX_REMOTE_SECONDS = 10.0
 _MAX_CONCURRENT_CALLS = 32
 
@@ -41,9 +41,9 @@ class PrefixMatch:
     def full_chunks(self) -> tuple[int, bytes]:
         """Tokens of the leading complete matches, and the last chunk's prefix hash.
 
-        A store continues after them. With a shared remote tier, counts only chunks that end at the shared boundaries:
-        other nodes do not look for a shorter chunk in between, and would not find chunks after it. The store replaces
-        that chunk.
+        A store continues after them. With a shared remote tier, this counts only chunks that end at the shared
+        boundaries. Other nodes do not look for a shorter chunk in between, and would not find the chunks after it. A
+        store therefore continues before the shorter chunk and replaces it.
         """
         tokens, last, most = 0, b"", self.session.max_chunk_tokens
         for match in self.matches:
@@ -59,8 +59,9 @@ class PrefixMatch:
 class PrefixLookup:
     """Sends Match calls to the daemon.
 
-    ``timeout`` (seconds) is for an empty prompt. With a ``chunking``, the daemon also fetches missing chunks from its
-    remote tier, if it has one; the tier's keys follow from the boundaries. Thread-safe.
+    ``timeout`` (seconds) limits a Match of an empty prompt; longer prompts get more time. With a ``chunking``, the
+    daemon also fetches missing chunks from its remote tier, if it has one: the chunk boundaries determine the tier's
+    keys. Thread-safe.
     """
 
     geometry: Geometry
@@ -82,9 +83,10 @@ class PrefixLookup:
         """Find and lease the stored chunks of a prompt.
 
         ``leased`` says that some session already leases the chunks: they are in memory, so the timeout includes no disk
-        time. ``seconds_per_token`` is the prefill time, 0 when unknown: the daemon does not fetch chunks that take
-        longer. ``known_tokens`` is the number of leading tokens that the engine has itself; with it, the daemon counts
-        the reason why later tokens are missing. Raises grpc.RpcError, and ValueError for an invalid answer.
+        time. ``seconds_per_token`` is the prefill time, 0 when unknown; the daemon does not fetch chunks if that takes
+        longer than their prefill. ``known_tokens`` is the number of leading tokens that the engine has in its own pool.
+        If it is given, the daemon counts the reason why later tokens are missing. Raises grpc.RpcError, and ValueError
+        for an invalid answer.
         """
         chunking = self.chunking if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
@@ -125,7 +127,7 @@ class PrefixLookup:
                 for tokens in prompts[at : at + _MAX_CONCURRENT_CALLS]
             ]
             leases, failed = list[bytes](), None
-            for call in calls:  # consume every answer, or its lease would stay
+            for call in calls:  # consume every answer; otherwise its lease would stay
                 try:
                     leases += filter(None, [call().lease_id])
                 except grpc.RpcError as error:
@@ -152,7 +154,7 @@ class PrefixLookup:
     def _match_timeout(self, tokens: int) -> float:
         """Return the seconds to wait for a Match that may read ``tokens`` from disk."""
         g = self.geometry
-        token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
+        token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # estimate: keys and values without scales
         return self.timeout + tokens * token_bytes / _MIN_DISK_BYTES_PER_SECOND
 
 

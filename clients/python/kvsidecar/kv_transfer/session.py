@@ -27,7 +27,8 @@ _CALL_SECONDS = 5.0
 class ServedCounts:
     """Tokens that a worker has served since it started.
 
-    ``cached_tokens`` were not computed; ``pool_tokens`` of these were in the worker's own pool.
+    ``cached_tokens`` is the number of tokens that were not computed; ``pool_tokens`` of these were in the worker's own
+    pool.
     """
 
     prompts: int = 0
@@ -45,7 +46,7 @@ class CompletedLoad:
     seconds: float
 
     def report(self, lease_id: bytes) -> pb.LoadReport:
-        """Return the message about a load under this lease."""
+        """Return the LoadReport about this load, which ran under the lease."""
         return pb.LoadReport(
             lease_id=lease_id,
             tokens=self.tokens,
@@ -65,7 +66,7 @@ class Session:
     max_chunk_tokens: int
     verdict: pb.ReuseVerdict | None = None
     transport: Transport = field(default_factory=NoTransport)
-    summary: BloomFilter | None = None  # of the daemon's index
+    summary: BloomFilter | None = None  # Bloom filter over the daemon's index
     remote: bool = False  # the daemon has a remote tier, which the summary does not cover
     closed: threading.Event = field(default_factory=threading.Event)
     last_acked_at: float = field(default_factory=time.monotonic)  # when the last acknowledged heartbeat was sent
@@ -85,7 +86,8 @@ class Session:
     def leases_valid(self) -> bool:
         """Return whether payloads read a moment ago under a lease are valid.
 
-        They are valid if the daemon cannot have expired the session yet, or if each payload came with its checksum.
+        They are valid if the daemon cannot have ended the session before that, or if the transport verified each
+        payload.
         """
         return self.alive and (
             not self.transport.zero_copy or time.monotonic() - self.last_acked_at < 2 * self.heartbeat_seconds
@@ -99,8 +101,8 @@ class Session:
     def end(self) -> None:
         """Mark the session as closed and release its memory; views in use keep it mapped.
 
-        Explicit, because a failed call refers to its traceback and through it to this object, until a garbage
-        collection that may be hours away. A dead daemon's arena would stay in memory until then.
+        This must be explicit: the traceback of a failed call may refer to this object until the next garbage
+        collection, perhaps for hours. Until then, a dead daemon's arena would stay in memory.
         """
         self.finish()
         self.transport.close()
@@ -134,7 +136,7 @@ class Session:
     def _release_if_lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
         """Release the lease of a lost answer.
 
-        The daemon undoes a cancelled call in progress, but not a completed one.
+        The daemon undoes a cancelled call that is in progress, but not a completed call.
         """
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.release([request.lease_id])
@@ -179,7 +181,7 @@ class Session:
             raise
 
     def abort(self, reservation_ids: Sequence[bytes], wait_seconds: float = 0.0) -> None:
-        """Abort reservations; ended ones are ignored.
+        """Abort reservations; ignore ended reservations.
 
         Waits at most ``wait_seconds`` for the answer.
         """
@@ -195,7 +197,8 @@ class Session:
     def _send_until_acked(self, method: Any, request: Any) -> Any:
         """Call ``method``, and retry after timeouts while the session is open.
 
-        The daemon frees everything when the session ends. Returns the first call, if any.
+        Retries end with the session, because the daemon then frees everything. Returns the first call, or None if the
+        channel was closed.
         """
         if not self.alive:
             return None
@@ -203,7 +206,8 @@ class Session:
             call = method.future(request, timeout=_CALL_SECONDS)
         except ValueError:  # the channel was closed meanwhile
             return None
-        # gRPC cancels a call without references; the lease would stay until the session ends.
+        # Keep a reference, because gRPC cancels a call without references, and the lease would then stay until the
+        # session ends.
         self._pending_calls.add(call)
         call.add_done_callback(lambda call: self._on_call_done(call, method, request))
         return call
@@ -223,7 +227,7 @@ class Session:
     def suspect(self) -> None:
         """Record that a call timed out, and send a heartbeat at once.
 
-        ``responsive`` is False until its acknowledgement.
+        ``responsive`` is False until that heartbeat is acknowledged.
         """
         self.suspected_at = time.monotonic()
         self._heartbeat_due.set()
@@ -250,8 +254,7 @@ class Session:
     def record_ack(self, ack: pb.HeartbeatAck) -> None:
         """Record the acknowledgement of the oldest unacknowledged heartbeat.
 
-        The session's age counts from the time at which that heartbeat was sent, since the daemon may have received it
-        then.
+        The time counts from the sending of that heartbeat, since the daemon may have received it at once.
         """
         if self._sent_at:
             self.last_acked_at = self._sent_at.popleft()
@@ -282,7 +285,7 @@ class Session:
     ) -> Generator[Payload, None, None]:
         """Yield payloads; see ``Transport.read``.
 
-        ``timeout`` (seconds) is for an empty transfer, ``most`` limits the whole transfer.
+        ``timeout`` (seconds) limits an empty transfer; larger transfers get more time, but at most ``most`` seconds.
         """
         size = sum(match.payload_bytes for match in matches)
         return self.transport.read(lease_id, matches, min(transfer_timeout(size, timeout), most))

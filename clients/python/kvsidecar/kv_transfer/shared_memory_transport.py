@@ -21,7 +21,7 @@ class SharedMemoryTransport:
     def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
         """Map the memory; ``gpu`` is the CUDA device that imports an arena in device memory, if any.
 
-        Raises OSError when the daemon refuses, ValueError when this process cannot map the memory.
+        Raises OSError when the daemon refuses, and ValueError when this process cannot map the memory.
         """
         self._arena: memoryview | CudaArena
         if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and gpu is not None:

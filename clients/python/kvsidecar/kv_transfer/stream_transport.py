@@ -1,8 +1,8 @@
 """Streaming transport for a daemon on another host.
 
-Fetch reads leased chunks, Fill writes reserved ones. Both directions have backpressure: gRPC's flow control bounds the
-bytes that a peer may send, and the reader receives one payload while the previous one is used, and hardly further
-ahead.
+Fetch reads leased chunks; Fill writes reserved chunks. Both directions have backpressure. gRPC's flow control bounds
+the bytes that a peer may send. The reader receives the next payload while the caller uses the previous payload, and
+buffers little more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STALL_SECONDS = 3.0  # a connection without progress for this long counts as br
 class StreamTransport:
     """Streams the payloads of one session.
 
-    The daemon keeps the chunks of a Fetch until that call ends, even if the lease ends.
+    The daemon keeps the chunks of a Fetch until the Fetch call ends, even if their lease ends before.
     """
 
     zero_copy = False
@@ -80,7 +80,7 @@ class StreamTransport:
 
 
 class _FillStream:
-    """The requests of one Fill; gRPC's thread takes the next when flow control allows."""
+    """The requests of one Fill; gRPC's thread takes the next request when flow control allows."""
 
     def __init__(self, session_id: bytes, payloads: Sequence[tuple[bytes, memoryview]]) -> None:
         self._session_id, self._payloads = session_id, payloads
@@ -109,7 +109,7 @@ class _FillStream:
 class _FetchStream:
     """The payloads of one Fetch.
 
-    A thread receives and checksums them while earlier ones are used.
+    A thread receives payloads and verifies their checksums while the caller uses earlier payloads.
     """
 
     def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch]) -> None:
@@ -179,7 +179,7 @@ class _FetchStream:
             self._ready.put(error)
 
     def _receive_one(self, match: pb.ChunkMatch, buffer: memoryview) -> None:
-        """Receive one chunk. Raises grpc.RpcError, and ValueError for any other chunk."""
+        """Receive one chunk. Raises grpc.RpcError, and ValueError if the stream contains another chunk."""
         first, at = self._message(), 0
         header = pb.FetchResponse().header if isinstance(first, memoryview) else first.header
         if header.prefix_hash != match.prefix_hash or header.payload_bytes != match.payload_bytes:

@@ -14,8 +14,8 @@ from kvsidecar.telemetry.tracing import SDK, context_metadata
 def with_trace_context(channel: grpc.Channel) -> grpc.Channel:
     """Return a channel whose unary calls carry the active span.
 
-    Returns the channel itself in a process that has not loaded OpenTelemetry's SDK: that process has no spans, and its
-    calls cost nothing extra.
+    Returns the channel itself in a process that has not loaded OpenTelemetry's SDK: such a process has no spans, and
+    its calls have no overhead.
     """
     return grpc.intercept_channel(channel, _TraceContextInterceptor()) if SDK in sys.modules else channel
 

@@ -16,12 +16,12 @@ Fill = Callable[[int, memoryview], None]
 """Writes the payload of the chunk with this index."""
 
 
-# A slower connection is useless, because computing is faster.
+# Assumed minimal bandwidth. A slower connection is useless, because computing is faster.
 _MIN_LINK_BYTES_PER_SECOND = 8e6
 
 
 def transfer_timeout(size_bytes: int, timeout: float) -> float:
-    """Return the seconds that a transfer of ``size_bytes`` may take; ``timeout`` is that of an empty transfer."""
+    """Return the seconds that a transfer of ``size_bytes`` may take; an empty transfer may take ``timeout``."""
     return timeout + size_bytes / _MIN_LINK_BYTES_PER_SECOND
 
 
@@ -29,9 +29,9 @@ class Transport(Protocol):
     """Payload transport of one session. Thread-safe."""
 
     zero_copy: bool
-    """True if payloads are read in place: all payloads of a lease stay valid until it is released.
+    """True if payloads are read in place. Then all payloads of a lease stay valid until its release.
 
-    Otherwise a payload is valid until the next one is requested.
+    If False, a payload is valid until the next payload is requested.
     """
     max_reserved_bytes: int
     """Maximal bytes that may be reserved at one time."""
@@ -39,7 +39,7 @@ class Transport(Protocol):
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
         """Yield the payloads of leased chunks, in order, complete and as committed.
 
-        ``timeout`` (seconds) is for all of them. Close the iterator to stop early. Raises ConnectionError,
+        ``timeout`` (seconds) limits all payloads together. Close the iterator to stop early. Raises ConnectionError,
         grpc.RpcError, and ValueError for an invalid payload.
         """
         ...
@@ -47,8 +47,8 @@ class Transport(Protocol):
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
         """Fill the payloads of granted reservations, and transfer them to the daemon's staging.
 
-        ``granted`` has each reservation with its index; ``fill`` runs on the calling thread. Raises the exceptions of
-        ``fill``, ValueError, ConnectionError, grpc.RpcError.
+        ``granted`` has each reservation with the index of its chunk; ``fill`` runs on the calling thread. Raises the
+        exceptions of ``fill``, ValueError, ConnectionError, grpc.RpcError.
         """
         ...
 

@@ -1,4 +1,4 @@
 """The user's model library: installed models, their origin, and downloads.
 
-May import the rest of ``kvsidecar`` but nothing that needs torch; ``inference_svc.models`` loads these models.
+May import the rest of ``kvsidecar``, but no module that needs torch. ``inference_svc.models`` loads these models.
 """

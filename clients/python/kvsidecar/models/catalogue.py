@@ -12,7 +12,7 @@ DEFAULT = "smollm2"
 
 @dataclass(frozen=True)
 class Wheel:
-    """One wheel and its needed files: name in the wheel, and name in the library."""
+    """One wheel, and the files that are needed from it: name in the wheel, and name in the library."""
 
     package: str
     version: str
@@ -68,7 +68,8 @@ _MODELS = (
         92_871_040,
         "LlamaForCausalLM",
         "Apache-2.0",
-        # Its authors recommend a temperature of 0.2; with it, three of eight answers of these 4-bit weights are wrong.
+        # The model's authors recommend a temperature of 0.2, but with that, three of eight answers of these 4-bit
+        # weights are wrong.
         sampling=(("do_sample", False),),
     ),
     PackagedModel(

@@ -10,7 +10,7 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts of the file that ``name`` is a part of; the name itself for a whole file."""
+    """Return the names of all parts of a divided file, given the name of one part; the name itself for a whole file."""
     found = _PART.fullmatch(name)
     if found is None:
         return [name]
@@ -23,5 +23,5 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """Return one name for each file: whole files, and first parts."""
+    """Return one name per file: the names of whole files, and of first parts."""
     return sorted(name for name in names if part_names(name)[0] == name)

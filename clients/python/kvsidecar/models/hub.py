@@ -1,8 +1,8 @@
 """Downloads models from a Hugging Face hub, and selects a repository's files.
 
-``ORG/NAME`` selects safetensors where there are any, else the only GGUF file; ``ORG/NAME:QUANT`` selects the GGUF file
-with that quantization. huggingface_hub's ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` apply. It is imported lazily:
-importing it takes as long as importing the rest of the command line.
+``ORG/NAME`` selects the safetensors files or, in a repository without any, its only GGUF file. ``ORG/NAME:QUANT``
+selects the GGUF file with that quantization. huggingface_hub's variables ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME``
+apply. huggingface_hub is imported lazily: importing it takes as long as importing the rest of the command line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HubSelection:
     commit: str
     files: tuple[str, ...]
     size_bytes: int
-    gguf: str  # the GGUF file among them, or its first part; empty when they are safetensors
+    gguf: str  # the GGUF file or its first part; empty for safetensors
     licence: str
 
 
@@ -96,7 +96,7 @@ def fetched_before(name: str) -> Path | None:
 def _failures() -> tuple[type[BaseException], ...]:
     """Return huggingface_hub's exceptions.
 
-    The first is the exception of its HTTP client; which client that is depends on the version of huggingface_hub.
+    The first one is the exception of its HTTP client, which depends on the version of huggingface_hub.
     """
     from huggingface_hub import errors
 

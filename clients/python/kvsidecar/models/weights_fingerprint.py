@@ -16,7 +16,7 @@ _IGNORED_SETTINGS = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 def of_directory(folder: Path) -> bytes:
     """Return SHA-256 over config.json and samples of the weights.
 
-    The samples are each safetensors file's header and parts of every tensor. Raises ModelUnsupported without
+    The samples are the header of each safetensors file, and parts of every tensor. Raises ModelUnsupported without
     safetensors files.
     """
     files = sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
 """gRPC channels and servers, sockets and addresses, for clients and servers alike.
 
-May import ``kvsidecar.errors`` and ``kvsidecar.process``, and nothing else of ``kvsidecar``.
+May import ``kvsidecar.errors`` and ``kvsidecar.process``, but no other package of ``kvsidecar``.
 """

@@ -21,7 +21,7 @@ class TcpAddress:
 
     @property
     def loopback(self) -> bool:
-        """Return whether only this machine can reach it. The only such name is ``localhost``."""
+        """Return whether only this machine can reach the address. The only host name that counts is ``localhost``."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -29,7 +29,7 @@ class TcpAddress:
 
 
 def parse_tcp(text: str) -> TcpAddress:
-    """Parse ``"127.0.0.1:7401"`` or ``"[::1]:7401"``; port 0 is any free one. Raises ValueError."""
+    """Parse ``"127.0.0.1:7401"`` or ``"[::1]:7401"``; port 0 means any free port. Raises ValueError."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -41,7 +41,8 @@ def parse_tcp(text: str) -> TcpAddress:
 def socket_path(target: str | Path) -> Path | None:
     """Return a target's Unix socket path; None for ``host:port``.
 
-    A path is a Path, or text that begins with ``/``, ``.`` or ``unix:``, or that has no colon.
+    A target is a socket path if it is a Path, or text that begins with ``/``, ``.`` or ``unix:``, or text without a
+    colon.
     """
     if isinstance(target, Path):
         return target
@@ -53,7 +54,7 @@ def socket_path(target: str | Path) -> Path | None:
 def why_not_bindable(address: TcpAddress) -> str:
     """Return the system's reason why an address cannot be bound; empty when it can.
 
-    gRPC itself reports only that it failed. Another process may still take the port afterwards.
+    gRPC itself reports only that binding failed. Another process may still take the port after this check.
     """
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

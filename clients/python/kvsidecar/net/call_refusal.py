@@ -11,23 +11,23 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 _HEALTH_PREFIX = f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/"
-# A caller that was quiet for longer is not in the habit of calling.
+# If no call arrived for this time, probably no caller needs to learn of the shutdown.
 _RECENT_SECONDS = 3.0
 _TEXT = "this server is shutting down and takes no new calls; try again"
 
 
 class CallRefusal(grpc.aio.ServerInterceptor):
-    """Answers new calls with UNAVAILABLE once ``refuse_for`` has begun; health checks continue.
+    """Refuses new calls with UNAVAILABLE from ``refuse_for`` on, except health checks.
 
     gRPC's own shutdown ends calls that are just arriving with CANCELLED, which callers cannot tell from their own
-    cancellation. A caller that was refused goes elsewhere before that shutdown begins.
+    cancellation. A caller that gets UNAVAILABLE uses another server before that shutdown begins.
     """
 
     def __init__(self) -> None:
         self._refusing, self._called_at = False, float("-inf")
 
     async def refuse_for(self, seconds: float) -> None:
-        """Refuse calls, and return after ``seconds``; at once if no call came lately."""
+        """Refuse calls, and return after ``seconds``; return at once if no call arrived recently."""
         self._refusing = True
         if time.monotonic() - self._called_at < _RECENT_SECONDS:
             await asyncio.sleep(seconds)

@@ -1,6 +1,6 @@
 """gRPC channels to KVSidecar's services: Unix socket, plain TCP, or TLS.
 
-TLS uses a certificate or a token.
+Over TLS, a client authenticates with a certificate or a token.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def channel(
     key: Path | None = None,
     options: Options = (),
 ) -> grpc.Channel:
-    """Create a channel to a Unix socket's path (see ``socket_path``) or to ``host:port``.
+    """Create a channel to the path of a Unix socket (see ``socket_path``) or to ``host:port``.
 
     ``ca``, ``certificate`` with ``key`` (PEM files) and ``token`` each imply TLS; without ``ca``, public authorities
     verify the server's certificate. The token is sent with every call, and never over a plain connection. ``options``
-    override the keepalive options. Does not connect yet. Raises ConfigurationError for unreadable files, and for TLS or
-    a token with a Unix socket.
+    override the keepalive options. The channel is not yet connected. Raises ConfigurationError for unreadable files,
+    and for TLS or a token with a Unix socket.
     """
     target_options = _channel_target(target, token, ca, certificate, key, options)
     if target_options.credentials is None:
@@ -125,7 +125,7 @@ def aio_channel(
 def explain_unavailable(
     error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = ""
 ) -> KVSidecarError:
-    """Return the error, or a clearer one for an unavailable target.
+    """Return the error, or a clearer error for an unavailable target.
 
     If no server listens and ``absent`` is given, the result has this text. If the server speaks TLS and the call did
     not (gRPC reports "Socket closed"), the result suggests TLS. Opens a connection to find out, for at most 2 s.

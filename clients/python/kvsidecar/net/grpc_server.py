@@ -1,6 +1,6 @@
 """gRPC server setup: Unix sockets and TCP ports.
 
-It adds health, reflection and graceful shutdown.
+Servers get health checks, reflection and graceful shutdown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 Register = Callable[[grpc.aio.Server], None]
 
 # Keepalive detects a peer that vanished (power, cable, a firewall that dropped the connection).
-# A client that pings faster than the server permits gets GOAWAY.
+# The server ends the connection (GOAWAY) of a client that pings more often than the minimal interval.
 _SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS, _MIN_PING_INTERVAL_MS = (
     60_000,
     30_000,
@@ -65,11 +65,11 @@ class ListenerLimits:
     streams: int = 1024
     """Maximum concurrent calls on one connection.
 
-    Further calls wait at the client, or fail with UNAVAILABLE at the moment when others end, because gRPC's server
-    releases a call slightly later than its client.
+    Further calls wait at the client. They may fail with UNAVAILABLE at the moment when other calls end, because gRPC's
+    server releases a call slightly later than its client.
     """
     connections: int = 512
-    """Maximum concurrent connections at a listener that is not private; further ones are closed at once."""
+    """Maximum concurrent connections at a listener that is not private; further connections are closed at once."""
     handshake_seconds: float = 10.0
     """Deadline of a connection's handshake (TLS, HTTP/2)."""
 
@@ -86,17 +86,17 @@ class Listener:
     add: Register | None
     """Adds the servicer of this listener; None for health checks only, without reflection."""
     credentials: grpc.ServerCredentials | None = None
-    """TLS credentials for a TCP address; None is plain."""
+    """TLS credentials for a TCP address; None for a connection without TLS."""
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
-    """Interceptors, also for health and reflection."""
+    """Interceptors of all calls, including health and reflection."""
     group: str | None = None
     """Group that may connect to a Unix socket (mode 0660; "" is the process's own). None: only the owner (0600)."""
     service: str = ""
     """Full name of the service, for health and reflection; empty for the process's main service."""
     message_bytes: int | None = None
-    """Maximum size of a received message, where it differs from the process's limit."""
+    """Maximum size of a received message; None for the process's limit."""
     streams: int | None = None
-    """Maximum concurrent calls on one connection, where it differs from the process's limit."""
+    """Maximum concurrent calls on one connection; None for the process's limit."""
 
     @property
     def private(self) -> bool:
@@ -108,7 +108,7 @@ class Listener:
 class Endpoint:
     """Addresses of a service with one servicer.
 
-    These are its private socket, a plain TCP port unless ``tcp`` is empty, a port for health checks only unless
+    These are the private socket, a TCP port without TLS unless ``tcp`` is empty, a port for health checks only unless
     ``health_tcp`` is empty, and the listeners in ``others``.
     """
 
@@ -157,11 +157,11 @@ async def serve_listeners(
 ) -> AsyncIterator[list[str]]:
     """Serve at all listeners while the body runs; yield their gRPC addresses.
 
-    The addresses have the actual ports. Binds every port before it answers the first call. On shutdown, all listeners
-    report NOT_SERVING and wait ``grace_seconds()`` for their calls; then the sockets are removed. A Unix socket gets
-    its mode before clients can connect. When its path is deleted, a second server listens at a new socket beside the
-    first, whose connections stay. ``health`` may have further names with their own states. Raises ConfigurationError,
-    and leaves nothing open, for an address that cannot be bound.
+    The addresses have the actual ports. All ports are bound before the first call is answered. On shutdown, all
+    listeners report NOT_SERVING and wait ``grace_seconds()`` for their calls; then the sockets are removed. A Unix
+    socket gets its mode before clients can connect. If its path is deleted, a second server listens at a new socket of
+    the same path, and the first server keeps its connections. ``health`` may have further names with their own states.
+    Raises ConfigurationError for an address that cannot be bound, and then leaves nothing open.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
@@ -178,8 +178,8 @@ async def serve_listeners(
             return address
 
         async def bind_again(listener: Listener) -> None:
-            # The earlier server keeps running: it has open connections, and its shutdown would delete the new server's
-            # path.
+            # The earlier server keeps running, because it has open connections, and its shutdown would delete the new
+            # server's socket.
             bind(listener)
             await servers[-1].start()
 
@@ -204,7 +204,7 @@ async def serve_listeners(
 def _listener_limits(listener: Listener, limits: ListenerLimits) -> ListenerLimits:
     """Return a listener's limits.
 
-    A listener without authentication that serves only health checks gets the minimum.
+    A listener without authentication, which serves only health checks, gets the lowest limits.
     """
     if listener.add is None:
         return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
@@ -343,7 +343,7 @@ def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
 def _has_listener(path: Path) -> bool:
     """Return whether a server listens.
 
-    Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN.
+    Only ECONNREFUSED and ENOENT mean that no server listens: a full backlog gives EAGAIN.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 def health_status(url: str, timeout_seconds: float) -> int | None:
     """Return the status of ``/health`` below a URL; None without an answer in time.
 
-    A gateway that requires a client certificate counts as healthy: it listens. Blocks.
+    A gateway that requires a client certificate counts as healthy, because it listens. Blocks.
     """
     place = urlsplit(url)
     if place.scheme == "https":

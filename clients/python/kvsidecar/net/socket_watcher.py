@@ -17,8 +17,8 @@ class SocketWatcher(BackgroundTask):
     """Watcher of a bound socket's path.
 
     While the context is open, calls ``bind_again`` within about a second after the path was deleted; for a private
-    socket it first creates the private folder again. Ignores a path that another process has bound. Runs on the event
-    loop; logs failures and tries again.
+    socket it first creates the private folder again. Does nothing if another process has bound the path. Runs on the
+    event loop; logs failures and tries again.
     """
 
     def __init__(self, path: Path, bind_again: Callable[[], Awaitable[None]], private: bool = True) -> None:

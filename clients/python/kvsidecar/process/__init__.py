@@ -1,4 +1,4 @@
 """Process startup and limits: runtime directory, imports, signals, file descriptors, memory.
 
-May import ``kvsidecar.errors``, and nothing else of ``kvsidecar``.
+May import ``kvsidecar.errors``, but no other package of ``kvsidecar``.
 """

@@ -10,8 +10,8 @@ from typing import Any, Self
 class BackgroundTask:
     """A coroutine that runs from ``start`` to ``stop``, or while a ``with`` block lasts.
 
-    ``stop`` cancels it and waits for its end; it is idempotent. The loop's exception handler learns at once of an error
-    that ends the coroutine, and ``stop`` raises it.
+    ``stop`` cancels the coroutine and waits for its end; ``stop`` is idempotent. If an error ends the coroutine, the
+    loop's exception handler gets the error at once, and ``stop`` raises it.
     """
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -1,7 +1,7 @@
 """Faster imports at process start: skips optional dependencies, pauses the GC.
 
-A restarted cache daemon serves only after it has imported its modules, so unused imports are downtime. This module
-itself imports nothing slow, because it runs before all other imports.
+A restarted cache daemon serves only after it has imported its modules, so unused imports prolong an outage. This module
+itself imports no slow module, because it runs before all other imports.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvsidecar.process.sigint import quiet_sigint
 def skip_optional_imports() -> None:
     """Import structlog without rich, and disable Pydantic's plugin search.
 
-    structlog would use rich for tracebacks; ours are plain. Pydantic would read the metadata of all installed packages;
-    ``PYDANTIC_DISABLE_PLUGINS=`` in the environment allows that. Call it on the main thread of a KVSidecar process,
-    before any other import. A program that uses this package as a library decides for itself.
+    structlog would import rich for tracebacks, but our tracebacks are plain. Pydantic would read the metadata of all
+    installed packages to find plugins; ``PYDANTIC_DISABLE_PLUGINS=`` in the environment enables the search again. Call
+    it on the main thread of a KVSidecar process, before any other import. A program that uses this package as a library
+    decides for itself.
     """
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if "rich" in sys.modules:  # too late to save time
@@ -36,7 +37,8 @@ def skip_optional_imports() -> None:
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection while the body imports.
 
-    Module objects stay alive, and repeated scans of them take an eighth of a worker's import time, or more.
+    The objects of modules stay alive, and repeated scans of these objects take at least an eighth of a worker's import
+    time.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -7,7 +7,7 @@ import resource
 from kvsidecar.errors import ConfigurationError
 
 _WANTED = 1 << 16
-# With fewer, gRPC aborts the process at the start, or a handful of clients takes all of them.
+# With fewer descriptors, gRPC aborts the process at the start, or a few clients use up all descriptors.
 _MIN = 128
 
 

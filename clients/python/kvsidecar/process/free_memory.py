@@ -1,6 +1,6 @@
 """Memory that this process may still allocate, within machine and control group limits.
 
-Imports no torch, so that commands can check before they load it.
+Does not import torch, so that commands can check memory before they load torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _STATUS = Path("/proc/self/cgroup")
 def free_bytes(allowed: int = 0) -> int:
     """Return the bytes that this process may still allocate.
 
-    This is the minimum over the machine, its control groups and, if not 0, ``allowed`` for the whole process. Page
-    cache counts as free.
+    This is the minimum over the machine, the process's control groups and, if it is not 0, the limit ``allowed`` of the
+    whole process. Page cache counts as free.
     """
     found = [int(psutil.virtual_memory().available), *_of_groups()]
     if allowed:
@@ -33,7 +33,7 @@ def resident_bytes() -> int:
 
 
 def memory_limit_bytes() -> int:
-    """Return the most memory that this process may ever have, within machine and control groups."""
+    """Return the maximal memory of this process: the minimum over the machine and its control groups."""
     limits = [int(psutil.virtual_memory().total)]
     for folder, files in _groups():
         text = "".join(_lines(folder / files.limit))
@@ -43,7 +43,7 @@ def memory_limit_bytes() -> int:
 
 
 def oom_kills() -> int:
-    """Return how many processes of this process's control group the kernel has killed for memory."""
+    """Return the number of processes in this control group that the kernel killed for lack of memory."""
     for folder, files in _groups():
         for line in _lines(folder / files.events):
             name, _, count = line.partition(" ")
@@ -77,7 +77,7 @@ def _groups() -> Iterator[tuple[Path, _GroupFiles]]:
             continue
         for top in tops:
             group = top / path.lstrip("/")
-            # In a container, its own group is mounted at the top, whatever its name outside.
+            # In a container, the container's own group is mounted at the top, under another name than outside.
             for folder in (group, *group.parents) if group.is_dir() else (top,):
                 if not folder.is_relative_to(top):
                     break

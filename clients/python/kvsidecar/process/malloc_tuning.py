@@ -20,7 +20,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_freed_memory() -> None:
-    """Return kept memory to the system, after work that needed far more than usual."""
+    """Return kept memory to the system, after work that needed far more memory than usual."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -20,7 +20,7 @@ STARTING, SERVING, SILENT = "starting", "serving", "silent"
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A supervised node: supervisor's process id, gateway's URL, workers, and daemon or not."""
+    """A supervised node: supervisor's process id, gateway's URL, workers, and whether it has a daemon."""
 
     pid: int
     url: str
@@ -42,7 +42,7 @@ class ProcessReport:
     kills: int = 0
     """Number of restarts after it was killed for not responding."""
     oom_kills: int = 0
-    """Number of restarts after the kernel killed it for memory."""
+    """Number of restarts after the kernel killed it for lack of memory."""
 
 
 def write_node_report(lock: TextIO, node: NodeReport) -> None:
@@ -52,10 +52,10 @@ def write_node_report(lock: TextIO, node: NodeReport) -> None:
 
 
 def find_node(folder: Path) -> NodeReport | None:
-    """Return the node that runs in a folder; None without one, or for another user's.
+    """Return the node that runs in a folder; None without a node, or for another user's node.
 
-    The file outlives its process. Testing the lock could prevent a starting node from getting it, so this checks which
-    files the process of that id has open.
+    The file outlives its process, and testing the lock could prevent a starting node from getting it. So this function
+    checks whether the process with the id in the file has the file open.
     """
     import psutil  # lazy: most commands do not need it
 
@@ -68,7 +68,7 @@ def find_node(folder: Path) -> NodeReport | None:
 
 
 def write_reports(folder: Path, reports: Mapping[str, ProcessReport]) -> None:
-    """Replace the reports of this process, the supervisor, atomically. Raises OSError."""
+    """Atomically replace the reports; this process is the supervisor. Raises OSError."""
     new = folder / f"{STATE}.new"
     content = {"pid": os.getpid(), "processes": {name: asdict(report) for name, report in reports.items()}}
     new.write_text(json.dumps(content), encoding="utf-8")

@@ -7,11 +7,11 @@ class RestartBackoff:
     """Pause before the next restart, in seconds.
 
     The pause starts at ``least`` seconds and doubles with each restart, up to ``most``. After the process has run for
-    ``stable`` seconds, it starts again.
+    ``stable`` seconds, the pause is ``least`` seconds again.
     """
 
     def __init__(self, least: float, most: float, stable: float, *, immediate: bool = False) -> None:
-        """``immediate``: the first restart has no pause."""
+        """Start at ``least``; with ``immediate``, the first restart has no pause."""
         self._least, self._most, self._stable = least, most, stable
         self._first = self._next = 0.0 if immediate else least
 

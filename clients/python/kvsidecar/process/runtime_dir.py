@@ -34,7 +34,7 @@ def default_data_dir() -> Path:
 def ensure_private_dir(path: Path) -> Path:
     """Create a folder with mode 0700.
 
-    Raises ConfigurationError when it belongs to another user or others can access it.
+    Raises ConfigurationError when the folder belongs to another user, or other users can access it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def require_private_dir(path: Path) -> None:
 def own_runtime_dir() -> Path:
     """Return ``default_runtime_dir`` for clients that trust its sockets.
 
-    Raises ConfigurationError when another user owns it: below ``/tmp``, any user can create the folder first.
+    Raises ConfigurationError when another user owns the folder, because any user can create it first below ``/tmp``.
     """
     found = default_runtime_dir()
     require_private_dir(found)
@@ -107,8 +107,8 @@ def socket_target(path: Path) -> str:
 def die_with_parent(parent: int, number: int) -> None:
     """Make the kernel signal this new process when its parent ends (prctl(2)).
 
-    ``number`` is the signal. Exits at once when the parent has already ended. Does nothing on systems without this
-    call.
+    ``number`` is the signal. This process exits at once if the parent has already ended. Does nothing on systems
+    without prctl.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,6 +1,6 @@
 """Quiet Ctrl-C during imports: the process ends at once, without a traceback.
 
-Imports nothing slow, because it runs before all other imports.
+Imports no slow module, because it runs before all other imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def quiet_sigint() -> Iterator[None]:
     For code without anything to clean up. Call it on the main thread.
     """
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as under nohup, or another library's handler
+    if before is not signal.default_int_handler:  # SIGINT is ignored, as under nohup, or a library handles it
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,6 +1,6 @@
 """Exports spans and metrics over OTLP (gRPC).
 
-Active only where an endpoint is set; otherwise its packages are not loaded.
+Active only if an endpoint is set; otherwise OpenTelemetry's packages are not loaded.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def is_enabled(endpoint: str, environment: Mapping[str, str] = os.environ) -> bo
 async def otlp_providers(service: str, endpoint: str) -> AsyncIterator[OtelProviders | None]:
     """Export to an OTLP endpoint (gRPC) while the body runs.
 
-    The endpoint is the given one, or that of the standard variables ``OTEL_EXPORTER_OTLP_...``; yields None without
-    either. Raises ConfigurationError when OpenTelemetry is not installed.
+    The endpoint is ``endpoint`` or, if that is empty, the endpoint of the standard variables
+    ``OTEL_EXPORTER_OTLP_...``. Yields None without an endpoint. Raises ConfigurationError when OpenTelemetry is not
+    installed.
     """
     if not is_enabled(endpoint):
         yield None
@@ -99,7 +100,7 @@ async def sdk_providers(service: str, processor: Any, reader: Any) -> AsyncItera
 
 
 def _shut_down(*providers: Any) -> None:
-    """Flush, but only for a limited time: an absent collector must not delay the exit."""
+    """Flush for a limited time only: an absent collector must not delay the exit."""
     threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
     deadline = time.monotonic() + _SHUTDOWN_SECONDS
     for thread in threads:
@@ -176,7 +177,7 @@ class _OtelSpan(Span):
 
         name = error_name(error)
         self._span.set_attribute("error.type", name)
-        if name != Cancelled.reason:  # the caller cancelled: the work did not fail
+        if name != Cancelled.reason:  # a cancellation by the caller is no failure
             self._span.set_status(StatusCode.ERROR)
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
 """Tracing interface (spans, tracers, W3C Trace Context), with a no-op implementation.
 
-``telemetry.otlp_export`` implements it with OpenTelemetry; the classes here are for processes that do not trace, and
-cost nothing. Times are those of ``time.perf_counter``, in seconds. https://www.w3.org/TR/trace-context/
+``telemetry.otlp_export`` implements it with OpenTelemetry; the classes here do nothing, for processes that do not
+trace. Times are those of ``time.perf_counter``, in seconds. https://www.w3.org/TR/trace-context/
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Tracer:
     """Starts the spans of a process."""
 
     def serve(self, name: str, sent: Iterable[tuple[str, str | bytes]], attributes: Attributes) -> Span:
-        """Start a request's span, as a child of the span that its headers or metadata name."""
+        """Start a request's span, as a child of the span in the request's headers or metadata."""
         return NOOP_SPAN
 
 
@@ -93,8 +93,8 @@ NOOP_TRACER = Tracer()
 def context_metadata() -> Metadata:
     """Return the active span as metadata for a call.
 
-    Empty in a process that has not loaded OpenTelemetry's SDK: that process has no spans, and its calls cost nothing
-    extra.
+    The metadata is empty in a process that has not loaded OpenTelemetry's SDK: such a process has no spans, and its
+    calls have no overhead.
     """
     if SDK not in sys.modules:
         return ()

@@ -1,6 +1,6 @@
 """``kvsidecar cache``: inspects and manages the cache daemon, one module per command.
 
-Commands call the daemon, or run ``cache_daemon.offline`` as a program. May import ``kvsidecar``, not the servers.
+Commands call the daemon, or run ``cache_daemon.offline`` as a program. May import ``kvsidecar``, but not the servers.
 """
 
 from __future__ import annotations

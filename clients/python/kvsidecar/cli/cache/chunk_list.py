@@ -166,7 +166,7 @@ def _workers(daemon: Any, salt: str) -> dict[bytes, list[str]]:
 
 
 def _print_table(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
-    """Choose the columns that fit the terminal's width, the most important ones first."""
+    """Choose the columns that fit the terminal's width, the most important columns first."""
     console = TerminalConsole()
     cells = [_cells(c, known) for c in found]
     names = _WIDE if console.width >= _WIDE_FROM else _NARROW

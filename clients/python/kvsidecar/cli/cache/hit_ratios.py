@@ -12,9 +12,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 class HitRatios:
     """Hit ratios: shares of the tokens of all prompts that may use the cache.
 
-    None before the first such prompt. ``total`` is the share that the usage of answers counts as cached, so it agrees
-    with the gateway's numbers. The others split it: tokens from a worker's own ``pool``, from the daemon's ``arena``,
-    from the durable tier (``disk``) and from the ``remote`` tier.
+    Ratios are None before the first such prompt. ``total`` is the share that the usage of answers counts as cached, so
+    it agrees with the gateway's numbers. The other fields split ``total`` by the source of the tokens: a worker's own
+    ``pool``, the daemon's ``arena``, the durable tier (``disk``) and the ``remote`` tier.
     """
 
     total: float | None = None
@@ -27,7 +27,7 @@ class HitRatios:
     def of(stats: Any, before: Any = None) -> HitRatios:
         """Compute ratios since the daemon's start, or since an earlier StatsResponse.
 
-        The earlier one must have the same epoch.
+        ``before`` must have the same epoch.
         """
         before = before if before is not None else pb.StatsResponse()
         prompt = stats.prompt_tokens - before.prompt_tokens
@@ -35,7 +35,8 @@ class HitRatios:
             return HitRatios()
         cached = stats.cached_tokens - before.cached_tokens
         pool = min(cached, stats.pool_tokens - before.pool_tokens)
-        # Workers report with heartbeats but the daemon counts at once, so the workers' total is the limit.
+        # Workers report with heartbeats, later than the daemon counts. So the workers' total limits the daemon's
+        # counts.
         disk = min(cached - pool, stats.promoted_tokens - before.promoted_tokens)
         remote = min(cached - pool - disk, stats.remote_tokens - before.remote_tokens)
         arena = cached - pool - disk - remote

@@ -96,7 +96,7 @@ def _transfer_to(source: Any, target: Any, tenant: TenantScope, daemons: tuple[A
 
 
 def _shared(daemon: Any, tenant: TenantScope, direction: pb.CarryDirection.ValueType) -> TransferResult:
-    """Transfer between a daemon and its remote tier; the daemon does this itself."""
+    """Transfer a tenant between a daemon and its remote tier, by one call to the daemon."""
     request = pb.CarryRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, direction=direction)
     if direction == pb.CARRY_DIRECTION_FROM_REMOTE:
         request.descriptor.CopyFrom(descriptor_of(tenant.namespace, daemon))

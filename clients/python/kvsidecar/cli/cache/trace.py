@@ -30,9 +30,9 @@ File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON li
 class Summary:
     """Summary of a trace.
 
-    ``most_hit_ratio`` is the ratio of an unlimited cache: the share of tokens whose whole block, and all blocks before
-    it, occurred in an earlier prompt. The daemon matches single tokens, so its own ratio is higher where prompts are
-    short.
+    ``most_hit_ratio`` is the hit ratio of an unlimited cache: the share of tokens whose whole block, and all blocks
+    before it, occurred in an earlier prompt. The daemon matches single tokens, so its hit ratio is higher for short
+    prompts.
     """
 
     prompts: int

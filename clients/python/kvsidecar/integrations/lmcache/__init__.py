@@ -1,4 +1,4 @@
-"""LMCache L2 adapter: the daemon stores the second level of LMCache's multiprocess server.
+"""LMCache L2 adapter: the daemon is the second level (L2) of LMCache's multiprocess server.
 
 ``--l2-adapter '{"type": "plugin", "module_path": "kvsidecar.integrations.lmcache", "class_name":
 "KVSidecarL2Adapter"}'``; see ``docs/engines.md``. Only ``adapter`` imports LMCache.

@@ -33,10 +33,10 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class AdapterSettings(engine_options.DaemonOptions):
-    """Settings beside the daemon's address.
+    """Settings of the adapter, in addition to the daemon's address.
 
-    ``timeout_ms`` is for a call that transfers no payload. ``weights`` is any text that identifies the model's weights,
-    because LMCache knows only the model's name.
+    ``timeout_ms`` is the timeout of a call that transfers no payload. ``weights`` is any text that identifies the
+    model's weights; LMCache itself knows only the model's name.
     """
 
     timeout_ms: int = 500
@@ -46,7 +46,7 @@ class AdapterSettings(engine_options.DaemonOptions):
 class KVSidecarL2Adapter(L2AdapterInterface):
     """LMCache's L2 on the daemon; see ``docs/engines.md``.
 
-    Declares no capacity: the daemon evicts by its own policy.
+    The adapter declares no capacity, since the daemon evicts by its own policy.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
@@ -128,8 +128,8 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def _look_up(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
         """Look up and lock objects.
 
-        The size of an object is that of the last stored object of its kind or, before the first, LMCache's own
-        estimate. So compressed objects are found only after one was stored.
+        The assumed size of an object is the size of the last stored object of its kind; before the first store, it is
+        LMCache's estimate. So compressed objects are found only after this process has stored one.
         """
         sized = []
         for i, key in enumerate(keys):

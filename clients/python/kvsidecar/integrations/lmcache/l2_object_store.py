@@ -1,7 +1,7 @@
 """LMCache's L2 objects in the daemon: opaque bytes, locked by leases.
 
 LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes. An object is a chunk
-of one layer and one head with ``TOKEN_BYTES`` per token, and as many tokens as the object needs.
+of one layer and one head. It has ``TOKEN_BYTES`` per token, and the number of tokens that the object needs.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class ObjectName:
 
 @dataclass(eq=False)
 class _ObjectLease:
-    """The lease of one lookup, its objects that are still locked, and what was loaded under it."""
+    """The lease of one lookup, its objects that are still locked, and the objects loaded under it."""
 
     held: LeasedPages
     pages: dict[ObjectName, pb.ChunkMatch] = field(default_factory=dict)
-    seconds: float = 0.0  # of the lookup and of copies
-    loaded: dict[bytes, pb.ChunkMatch] = field(default_factory=dict)  # by hash: an object may be loaded again
+    seconds: float = 0.0  # duration of the lookup and of the copies
+    loaded: dict[bytes, pb.ChunkMatch] = field(default_factory=dict)  # by hash, so an object loaded twice counts once
 
     def completed(self) -> CompletedLoad | None:
         """Return the load for the daemon's metrics; its tokens are units of ``TOKEN_BYTES``."""
@@ -81,7 +81,7 @@ class L2ObjectStore:
         self._connection.close()
 
     def store(self, names: Sequence[ObjectName], objects: Sequence[memoryview]) -> WriteResult:
-        """Store objects; skips those that exceed the maximum chunk size."""
+        """Store objects; skip objects that exceed the maximum chunk size."""
         there, fresh = [False] * len(names), [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -101,9 +101,9 @@ class L2ObjectStore:
         return WriteResult(tuple(there), tuple(fresh))
 
     def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Lock stored objects of these sizes (bytes); return which were found.
+        """Lock stored objects of these sizes (bytes); return for each whether it was found.
 
-        An object stays locked until it was unlocked as often as it was locked.
+        Locks are counted: an object stays locked until each lock was followed by an unlock.
         """
         done = [False] * len(names)
 
@@ -126,7 +126,7 @@ class L2ObjectStore:
         return done
 
     def unlock(self, names: Sequence[ObjectName]) -> None:
-        """Unlock objects; ignores those that are not locked."""
+        """Unlock objects; ignore objects that are not locked."""
         for name in names:
             with self._lock:
                 leases = self._locks.get(name)
@@ -141,7 +141,7 @@ class L2ObjectStore:
                 self._pages.release(lease.held, lease.completed())
 
     def load(self, names: Sequence[ObjectName], targets: Sequence[memoryview]) -> list[bool]:
-        """Copy objects into buffers of their sizes; return which were filled.
+        """Copy objects into buffers of their sizes; return for each whether it was filled.
 
         The contents of the other buffers are undefined.
         """
@@ -177,7 +177,7 @@ class L2ObjectStore:
         return done
 
     def delete(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Delete objects of these sizes; return which existed.
+        """Delete objects of these sizes; return for each whether it existed.
 
         The daemon frees locked objects after their locks end.
         """
@@ -198,7 +198,7 @@ class L2ObjectStore:
                     failed = from_rpc(error)
                     if isinstance(failed, ChunkNotFound):
                         continue  # another client deleted it first
-                    if not isinstance(failed, StoreUnavailable):  # no longer found; the disk removes it later
+                    if not isinstance(failed, StoreUnavailable):  # else deleted, but not yet from the disk
                         raise
                 done[these[at]] = True
 
@@ -250,7 +250,7 @@ class L2ObjectStore:
 
 
 def tokens_of(size_bytes: int) -> int:
-    """Return the number of tokens of an object, including those of its name."""
+    """Return the number of tokens of an object, including the tokens of its name."""
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
 
 

@@ -1,6 +1,6 @@
 """KV layouts of SGLang's host pools, by name.
 
-Each layout follows SGLang's code; an unknown one is refused.
+Each layout follows SGLang's code; an unknown layout is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
     """Return the layout of a ``HostKVCache``, after a self-test while the pool is empty.
 
-    Raises ConfigurationError for an unknown pool or layout, and for one that fails the self-test.
+    Raises ConfigurationError for an unknown pool or layout, and for a layout that fails the self-test.
     """
     if type(pool).__name__ != _POOL:
         raise ConfigurationError(

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class PageHints:
-    """Reads the envelopes of calls, and counts their actions: ``num_applied``, ``num_ignored``."""
+    """Reads the envelopes of calls; counts their actions in ``num_applied`` and ``num_ignored``."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -22,7 +22,8 @@ class PageHints:
     def of_call(self, extra_info: Any) -> CacheHints:
         """Return the hints for a call's pages, which follow the pages of its ``prefix_keys``.
 
-        All pages are retained as long as the first one: a batch is short, and a retention is a minimum.
+        All pages of the call are retained as long as the first page, since a batch is short and a retention is a
+        minimum.
         """
         more = getattr(extra_info, "extra_info", None)
         envelope = more.get("kv_hints") if isinstance(more, dict) else None

@@ -51,9 +51,9 @@ class PageStore:
         return next((i for i in range(len(names)) if i not in held.pages), len(names))
 
     def load(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:
-        """Copy pages to ``slots [names * page tokens]``; return which were filled.
+        """Copy pages to ``slots [names * page tokens]``; return for each page whether it was copied.
 
-        The contents of the other slots are undefined.
+        The contents of the slots of other pages are undefined.
         """
         done, began, load = [False] * len(names), time.perf_counter(), None
         held = self._find(names, hints)
@@ -80,7 +80,7 @@ class PageStore:
         return done
 
     def store(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:
-        """Store the pages at ``slots [names * page tokens]``; return which are stored now."""
+        """Store the pages at ``slots [names * page tokens]``; return for each page whether it is stored."""
         session, tokens = self._connection.session, self._cache.block_tokens
         if session is None:
             return [False] * len(names)
@@ -98,7 +98,7 @@ class PageStore:
             return [False] * len(names)
 
     def clear(self) -> None:
-        """Delete all pages of this model and rank, including those of other engines.
+        """Delete all pages of this model and rank, including pages of other engines.
 
         Raises ConnectionError when the daemon is unavailable.
         """

@@ -32,17 +32,17 @@ _ATTACH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StorageSettings(engine_options.DaemonOptions):
-    """Settings beside the daemon's address."""
+    """Settings of the storage backend, in addition to the daemon's address."""
 
     bits: int = 16
     """Storage bits of keys and values."""
     timeout_ms: int = 500
     """Timeout of a call that transfers no payload."""
     model: str = ""
-    """The model's folder or repository, where its served name is neither."""
+    """The model's folder or repository, if the served name is neither."""
     numerics: str = ""
-    """Any text for settings that no file of the model records, such as ``--quantization``: engines share chunks only
-    with engines of the same text."""
+    """Any text for settings that no file of the model records, such as ``--quantization``. Engines share chunks only if
+    this text is the same."""
     share_across_machines: bool = False
     """Share chunks with engines of other machines and versions, whose bits may differ."""
 

@@ -1,9 +1,9 @@
 """KV cache layouts of vLLM's attention backends, by name.
 
 Each layout follows the backend's own code; an unknown backend is refused. vLLM's per-layer tensor has the shape
-``[blocks, kv_heads, block_tokens, 2 * head_dim]`` with strides of its own (``vllm.v1.kv_cache_layout``), and a backend
-may use that memory in any way. The CPU backend stores a head's part of a block as a matrix of keys followed by one of
-values, in an element order that depends on the instruction set.
+``[blocks, kv_heads, block_tokens, 2 * head_dim]``, with strides from ``vllm.v1.kv_cache_layout``, but a backend may use
+that memory in any way. The CPU backend stores a head's part of a block as a matrix of keys followed by a matrix of
+values. The order of their elements depends on the instruction set.
 """
 
 from __future__ import annotations

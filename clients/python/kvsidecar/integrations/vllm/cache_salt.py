@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsidecar.keys import MAX_SALT_BYTES
 
-# UTF-8 text never contains this byte, so no client can choose a cache_salt that equals an adapter's.
+# UTF-8 text never contains the first byte, so no client can choose a cache_salt that equals an adapter's salt.
 _ADAPTER = b"\xffkvsidecar/lora/1"
 _LONG = b"\xffkvsidecar/salt/1"
 _SINCE = b"\xffkvsidecar/since/1"
@@ -68,8 +68,8 @@ def generation_salt(generation: bytes, salt: bytes) -> bytes:
 def cacheable_tokens(request: Any) -> int:
     """Return the number of leading tokens that may be cached.
 
-    Their keys and values depend on token ids alone: the tokens before the first image or sound, and no tokens of a
-    prompt that consists of embeddings.
+    Only tokens whose keys and values depend on token ids alone may be cached: the tokens before the first image or
+    sound, and no tokens of a prompt that consists of embeddings.
     """
     if request.prompt_embeds is not None:
         return 0

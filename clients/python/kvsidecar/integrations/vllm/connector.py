@@ -1,8 +1,8 @@
 """The KV connector class that vLLM loads.
 
-It dispatches to the scheduler or worker connector, and imports these two lazily: vLLM imports this module during
-configuration, and vLLM 0.32 cannot start its CPU kernels in a process that has already imported llvmlite, which our
-kernels do.
+It dispatches to the scheduler or worker connector, and imports these two lazily. Reason: vLLM imports this module
+during configuration, and vLLM 0.32 cannot start its CPU kernels in a process that has already imported llvmlite, which
+our kernels import.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _OLD_MIN_LOAD_TOKENS = "least_tokens"
 
 @dataclass(frozen=True)
 class ConnectorSettings(engine_options.DaemonOptions):
-    """Settings beside the daemon's address."""
+    """Settings of the connector, in addition to the daemon's address."""
 
     bits: int = 16
     """Storage bits of keys and values."""
@@ -36,7 +36,7 @@ class ConnectorSettings(engine_options.DaemonOptions):
 def read_settings(given: Mapping[str, Any]) -> ConnectorSettings:
     """Parse the extra config. Raises ConfigurationError for an unknown name or a value out of range.
 
-    ``least_tokens`` is the name that ``min_load_tokens`` had before; it is accepted until the next version.
+    ``least_tokens`` is the former name of ``min_load_tokens``; the next version will refuse it.
     """
     if _OLD_MIN_LOAD_TOKENS in given and "min_load_tokens" not in given:
         log.warning("least_tokens is now called min_load_tokens; the old name goes with the next version")

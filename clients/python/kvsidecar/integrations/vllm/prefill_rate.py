@@ -1,12 +1,12 @@
 """Running mean of the prefill time per token.
 
-Measured by the scheduler, so it includes the other work of each batch.
+The scheduler measures it, so it includes the time for other requests in the same batches.
 """
 
 from __future__ import annotations
 
 _WEIGHT = 0.1
-# The time of fewer tokens is mostly the fixed cost of a step, not the cost per token.
+# For fewer tokens, the time is mostly the fixed cost of a step.
 _MIN_TOKENS = 32
 _MAX_SECONDS = 60.0
 

@@ -35,13 +35,13 @@ from kvsidecar.kv_transfer.session import Session
 
 log = logging.getLogger("vllm.kvsidecar")
 
-# All lookups of a step together may block the scheduler for this long. Lookups of chunks in the arena need less; a
-# lookup that has to read from disk continues in a later step.
+# All lookups of a step together may block the scheduler for this long. Lookups of chunks in the arena take less time; a
+# lookup that has to read from disk completes in a later step.
 _MAX_LOOKUP_SECONDS = 0.003
 # A request that gets no blocks releases its leases after this time, and looks up again later.
 _MAX_LEASE_SECONDS, _SWEEP_SECONDS = 5.0, 1.0
 _THREADS = 4
-# Finished requests may retain this share of all blocks until they are stored; running ones need the rest.
+# Finished requests may retain this share of all blocks until they are stored; running requests need the other blocks.
 _MAX_RETAINED_SHARE = 1 / 4
 # Finish states after which the computed blocks are valid.
 _VALID_FINISHES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
@@ -66,7 +66,7 @@ class _TrackedRequest:
     local_tokens: int = 0  # computed tokens that vLLM had at the lookup
     num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
     loaded: bool = False  # a load ended or failed; no new try before a preemption
-    known: tuple[tuple[int, bytes], ...] = ()  # stored prefix by rank
+    known: tuple[tuple[int, bytes], ...] = ()  # (tokens, prefix hash) of the stored prefix, by rank
     prompt_queued: bool = False
     num_queued_tokens: int = 0  # tokens in store jobs
     began_at: float = 0.0
@@ -90,7 +90,7 @@ class SchedulerConnector:
         """Create the connector for an engine with ``blocks`` blocks of ``block_tokens``.
 
         A pure producer does not load (``loads=False``), a pure consumer does not store (``stores=False``). ``shares``
-        says that the engine has prefix caching: a request gets the blocks that were loaded for another one.
+        says that the engine has prefix caching, so that a request can use blocks that were loaded for another request.
         """
         self._settings, self._block = settings, block_tokens
         self._loads, self._stores, self._shares = loads, stores, shares
@@ -107,7 +107,7 @@ class SchedulerConnector:
         self._reported_attached: bool | None = None
 
     def take_stats(self) -> dict[str, float]:
-        """Return and reset the lookups since the last call, and whether all ranks have a session if that changed."""
+        """Return and reset the lookup counts; includes whether all ranks have a session, if that changed."""
         stats, attached = self.stats.take(), all(session is not None for session in self._sessions())
         if self._ranks and attached is not self._reported_attached:
             self._reported_attached = attached
@@ -153,7 +153,7 @@ class SchedulerConnector:
                     self._warned_adapters.add(str(error))
                     log.warning("%s; its requests are not cached", error)
                 salt = None
-            given = read_kv_hints(getattr(request, "kv_hints", None))  # engines before vLLM 0.33 have none
+            given = read_kv_hints(getattr(request, "kv_hints", None))  # requests of vLLM before 0.33 have none
             self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
             hints = CacheHints.of_kv_hints(given)
             found = self._requests[request.request_id] = _TrackedRequest(request, salt, hints)
@@ -191,8 +191,8 @@ class SchedulerConnector:
     def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
         """Return whether another request already loads most of these tokens.
 
-        If it loads at least half of them, this request waits: vLLM loads the blocks once instead of twice, and calls
-        again.
+        If another request loads at least half of them, this request waits. vLLM then loads the blocks once instead of
+        twice, and calls again.
         """
         ids, half = tracked.request.all_token_ids, tracked.local_tokens + (tokens + 1) // 2
         return self._shares and any(

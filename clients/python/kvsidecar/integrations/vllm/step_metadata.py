@@ -26,8 +26,8 @@ class LoadJob:
 class StoreJob:
     """A store of ``tokens``.
 
-    ``known`` is the stored prefix per rank: its tokens and the last chunk's prefix hash. ``computed`` of the tokens
-    were computed since ``began``, a time of the monotonic clock.
+    ``known`` is the stored prefix per rank: its number of tokens and its last chunk's prefix hash. ``computed`` is the
+    number of tokens that were computed since ``began``, a time of the monotonic clock.
     """
 
     request: str
@@ -44,9 +44,9 @@ class StoreJob:
 class StepJobs:
     """One step's jobs for the workers.
 
-    ``ending`` are finished requests whose blocks the workers may still read; each worker reports when it has finished.
-    ``preempted`` requests lose their blocks with this step, and so do the ``dropped`` ones, which finished while too
-    many blocks waited to be stored.
+    ``ending`` are finished requests whose blocks the workers may still read; each worker reports when it no longer
+    reads them. ``preempted`` requests lose their blocks with this step. So do ``dropped`` requests, which finished
+    while too many blocks waited to be stored.
     """
 
     loads: list[LoadJob] = field(default_factory=list)

@@ -56,7 +56,7 @@ class _ActiveStore:
 
 
 class WorkerConnector:
-    """Loads and stores for one rank.
+    """Loads and stores blocks for one rank.
 
     ``block_tokens`` is the block length in which the scheduler counts.
     """
@@ -98,7 +98,7 @@ class WorkerConnector:
         return WorkerHandshake(self._connection.descriptor.SerializeToString())
 
     def close(self) -> None:
-        """Finish queued stores, for a few seconds, and disconnect."""
+        """Spend a few seconds on queued stores, then disconnect."""
         deadline = time.monotonic() + _END_SECONDS
         for jobs in self._storing.values():
             for job, future in jobs:
@@ -121,7 +121,8 @@ class WorkerConnector:
     def start_load_kv(self, step: StepJobs) -> None:
         """Queue the step's loads.
 
-        On CUDA they wait for the enqueued work, which may still read the blocks for their previous request.
+        On CUDA the loads wait for the engine's enqueued work, which may still read the blocks for their previous
+        request.
         """
         event = self._enqueued_work() if step.loads else None
         for job in step.loads:
@@ -130,7 +131,7 @@ class WorkerConnector:
     def start_store_kv(self, step: StepJobs) -> None:
         """Queue the step's stores.
 
-        On CUDA they wait for the step's enqueued work.
+        On CUDA the stores wait for the step's enqueued work.
         """
         self._finished_requests |= step.ending
         if not step.stores:
@@ -141,7 +142,7 @@ class WorkerConnector:
             self._storing[order.request].append((job, self._stores.submit(self._store, job)))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks are no longer read, and those whose loads ended.
+        """Return the requests whose blocks are no longer read, and the requests whose loads ended.
 
         A load ends with success or failure.
         """
@@ -159,7 +160,7 @@ class WorkerConnector:
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return, once, the blocks that failed loads left unfilled."""
+        """Return the blocks that failed loads left unfilled, each block once."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -221,7 +222,7 @@ class WorkerConnector:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
-        """Yield the session, if any; log a failure with it, which counts as a miss."""
+        """Yield the session, or None; log a failure of the block, which counts as a miss."""
         session = self._connection.session
         try:
             yield session
