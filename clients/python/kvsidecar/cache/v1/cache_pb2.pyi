@@ -73,9 +73,9 @@ class _MissKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissKind.Val
     MISS_KIND_DELETED: _MissKind.ValueType  # 8
     """Deleted by a caller."""
     MISS_KIND_NOT_STORED: _MissKind.ValueType  # 9
-    """An earlier prompt has these tokens, and they are not stored, or not yet."""
+    """An earlier prompt has these tokens, but they are not stored, or not stored yet."""
     MISS_KIND_CORRUPT: _MissKind.ValueType  # 10
-    """Lost to damage: a wrong checksum, header or length."""
+    """Removed because it was corrupt: a wrong checksum, header or length."""
     MISS_KIND_ARENA_FULL: _MissKind.ValueType  # 11
     """Stored on disk, but the arena has no space for it now."""
     MISS_KIND_LOAD_SLOWER: _MissKind.ValueType  # 12
@@ -103,9 +103,9 @@ MISS_KIND_EXPIRED: MissKind.ValueType  # 7
 MISS_KIND_DELETED: MissKind.ValueType  # 8
 """Deleted by a caller."""
 MISS_KIND_NOT_STORED: MissKind.ValueType  # 9
-"""An earlier prompt has these tokens, and they are not stored, or not yet."""
+"""An earlier prompt has these tokens, but they are not stored, or not stored yet."""
 MISS_KIND_CORRUPT: MissKind.ValueType  # 10
-"""Lost to damage: a wrong checksum, header or length."""
+"""Removed because it was corrupt: a wrong checksum, header or length."""
 MISS_KIND_ARENA_FULL: MissKind.ValueType  # 11
 """Stored on disk, but the arena has no space for it now."""
 MISS_KIND_LOAD_SLOWER: MissKind.ValueType  # 12
@@ -163,7 +163,7 @@ class _CommitOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommitO
     COMMIT_OUTCOME_COMMITTED: _CommitOutcome.ValueType  # 1
     """The chunk is visible."""
     COMMIT_OUTCOME_CHECKSUM_MISMATCH: _CommitOutcome.ValueType  # 2
-    """The daemon's copy has another checksum than the request; the chunk was discarded."""
+    """The checksum of the daemon's copy differs from the request's checksum; the chunk was discarded."""
     COMMIT_OUTCOME_ARENA_FULL: _CommitOutcome.ValueType  # 3
     """The arena is full: all of its chunks are leased, pinned or being written; try again later."""
     COMMIT_OUTCOME_PARENT_MISSING: _CommitOutcome.ValueType  # 4
@@ -179,7 +179,7 @@ COMMIT_OUTCOME_UNSPECIFIED: CommitOutcome.ValueType  # 0
 COMMIT_OUTCOME_COMMITTED: CommitOutcome.ValueType  # 1
 """The chunk is visible."""
 COMMIT_OUTCOME_CHECKSUM_MISMATCH: CommitOutcome.ValueType  # 2
-"""The daemon's copy has another checksum than the request; the chunk was discarded."""
+"""The checksum of the daemon's copy differs from the request's checksum; the chunk was discarded."""
 COMMIT_OUTCOME_ARENA_FULL: CommitOutcome.ValueType  # 3
 """The arena is full: all of its chunks are leased, pinned or being written; try again later."""
 COMMIT_OUTCOME_PARENT_MISSING: CommitOutcome.ValueType  # 4
@@ -221,19 +221,19 @@ class _EventTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventType.V
     EVENT_TYPE_UNSPECIFIED: _EventType.ValueType  # 0
     """Never sent."""
     EVENT_TYPE_COMMITTED: _EventType.ValueType  # 1
-    """It became visible."""
+    """The chunk became visible."""
     EVENT_TYPE_PERSISTED: _EventType.ValueType  # 2
-    """It is in the durable tier."""
+    """The chunk is now in the durable tier."""
     EVENT_TYPE_DEMOTED: _EventType.ValueType  # 3
-    """It left the arena and is durable."""
+    """The chunk left the arena and is still in the durable tier."""
     EVENT_TYPE_EVICTED: _EventType.ValueType  # 4
-    """It was evicted."""
+    """The chunk was evicted."""
     EVENT_TYPE_DELETED: _EventType.ValueType  # 5
-    """It was deleted, superseded or corrupt."""
+    """The chunk was deleted, superseded or corrupt."""
     EVENT_TYPE_UNPERSISTED: _EventType.ValueType  # 6
-    """It left the durable tier and is in the arena."""
+    """The chunk left the durable tier and is still in the arena."""
     EVENT_TYPE_PROMOTED: _EventType.ValueType  # 7
-    """It was only in the durable tier, and is now in the arena, too."""
+    """The chunk was only in the durable tier, and is now in the arena, too."""
 
 class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
     """Kind of change."""
@@ -241,19 +241,19 @@ class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
 EVENT_TYPE_UNSPECIFIED: EventType.ValueType  # 0
 """Never sent."""
 EVENT_TYPE_COMMITTED: EventType.ValueType  # 1
-"""It became visible."""
+"""The chunk became visible."""
 EVENT_TYPE_PERSISTED: EventType.ValueType  # 2
-"""It is in the durable tier."""
+"""The chunk is now in the durable tier."""
 EVENT_TYPE_DEMOTED: EventType.ValueType  # 3
-"""It left the arena and is durable."""
+"""The chunk left the arena and is still in the durable tier."""
 EVENT_TYPE_EVICTED: EventType.ValueType  # 4
-"""It was evicted."""
+"""The chunk was evicted."""
 EVENT_TYPE_DELETED: EventType.ValueType  # 5
-"""It was deleted, superseded or corrupt."""
+"""The chunk was deleted, superseded or corrupt."""
 EVENT_TYPE_UNPERSISTED: EventType.ValueType  # 6
-"""It left the durable tier and is in the arena."""
+"""The chunk left the durable tier and is still in the arena."""
 EVENT_TYPE_PROMOTED: EventType.ValueType  # 7
-"""It was only in the durable tier, and is now in the arena, too."""
+"""The chunk was only in the durable tier, and is now in the arena, too."""
 Global___EventType: _TypeAlias = EventType  # noqa: Y015
 
 @_typing.final
@@ -308,11 +308,11 @@ class Hello(_message.Message):
     """The namespace id that the worker computed from the descriptor, 32 bytes; refused when the daemon's differs."""
     newest_protocol_version: _builtins.int
     """Newest version of this protocol that the worker speaks; 0: protocol_version alone. The session has the newest
-    version of both; without a common one, Attach is refused with FAILED_PRECONDITION.
+    version that worker and daemon share; without a common version, Attach is refused with FAILED_PRECONDITION.
     """
     engine: _builtins.str
-    """The engine that the worker belongs to, for metrics: "kvsidecar", "vllm", "sglang" or "lmcache". Other names, and an
-    empty one, are counted as "other".
+    """The engine that the worker belongs to, for metrics: "kvsidecar", "vllm", "sglang" or "lmcache". All other names
+    count as "other".
     """
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
@@ -355,7 +355,7 @@ class Heartbeat(_message.Message):
     matches.
     """
     skipped_tokens: _builtins.int
-    """Tokens of those prompts."""
+    """Tokens of the skipped prompts."""
     prompts: _builtins.int
     """Prompts that the worker has served, except those that bypass the cache."""
     prompt_tokens: _builtins.int
@@ -416,7 +416,7 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """How a worker maps and uses the daemon's memory."""
+    """Data by which a worker maps and uses the daemon's memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -438,25 +438,28 @@ class Welcome(_message.Message):
     memory_socket: _builtins.str
     """Unix socket that sends file descriptors. A client sends the 16 bytes of an open session's id and one byte for the
     memory ('a' arena, 's' staging, 'i' index summary). It receives one byte and the memory's file descriptor
-    (SCM_RIGHTS), for ARENA_KIND_CUDA_IPC the handle's 64 bytes instead, or nothing when the session is not open. Empty
-    on listeners without shared memory; then arena and summary are absent, too, and the client uses Fetch and Fill.
+    (SCM_RIGHTS). For ARENA_KIND_CUDA_IPC it receives the 64 bytes of the handle instead. When the session is not open,
+    it receives nothing. The field is empty on listeners without shared memory; then arena and summary are absent, too,
+    and the client uses Fetch and Fill.
     """
     heartbeat_interval_ms: _builtins.int
-    """How often a heartbeat is due; the session ends after three missed ones."""
+    """Interval between heartbeats in milliseconds; the session ends after three missed heartbeats."""
     max_chunk_tokens: _builtins.int
-    """Maximal tokens of a chunk; Reserve and Store refuse longer ones."""
+    """Maximal tokens of a chunk; Reserve and Store refuse longer chunks."""
     remote: _builtins.bool
-    """The daemon has a remote tier, which the summary does not cover: look up every prompt, with its cuts."""
+    """The daemon has a remote tier. The summary does not cover it, so clients should look up every prompt, with its cuts."""
     protocol_version: _builtins.int
-    """Version of this protocol that the session has; 0 of a daemon older than this field: Hello.protocol_version."""
+    """Version of this protocol that the session has. A daemon older than this field sends 0; the version is then
+    Hello.protocol_version.
+    """
     @_builtins.property
     def arena(self) -> Global___ArenaDescriptor:
         """Memory of the chunks, for reading."""
 
     @_builtins.property
     def staging(self) -> Global___StagingDescriptor:
-        """The session's staging memory for new chunks. Shared staging is sealed against growing and shrinking. Without shared
-        memory, all sessions of one caller together get no more than one of them.
+        """The session's staging memory for new chunks. Shared staging is sealed against growing and shrinking. Sessions
+        without shared memory share this size: all sessions of one caller together.
         """
 
     @_builtins.property
@@ -492,15 +495,15 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class IndexSummary(_message.Message):
-    """A Bloom filter over the daemon's index, in memory that workers map for reading. A key that it lacks is not stored, so
-    such a prompt needs no Match; a key that it contains is probably stored. A committed chunk is in it before Commit
-    returns.
+    """A Bloom filter over the daemon's index, in memory that workers map for reading. A chunk whose key is not in the
+    filter is not stored, so such a prompt needs no Match. A chunk whose key is in the filter is probably stored. A
+    committed chunk is in the filter before Commit returns.
 
-    It contains, with H = min(8, tokens of the chunk):
+    The filter contains, with H = min(8, tokens of the chunk):
       - of every chunk that begins a prompt, the head hash of its first H tokens (chunk.proto);
       - of every chunk, its content_hash.
-    A key's bits are numbered by the key's first 16 bytes as four uint32 little-endian, each modulo 8 * size_bytes; bit n
-    is bit n % 8 of byte n / 8, and a key is contained when all four are set.
+    A key has four bits. Their numbers are the key's first 16 bytes as four uint32 little-endian, each modulo 8 *
+    size_bytes. Bit n is bit n % 8 of byte n / 8. The filter contains a key if all four bits are set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -537,7 +540,7 @@ class ReuseVerdict(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
-    """The measured selector of tokens to recompute, such as "guided"."""
+    """Name of the measured selector of tokens to recompute, such as "guided"."""
     ratio: _builtins.float
     """Share of the approximate tokens that are recomputed, 0 to 1."""
     passed: _builtins.bool
@@ -545,15 +548,15 @@ class ReuseVerdict(_message.Message):
     kl_mean: _builtins.float
     """Mean Kullback-Leibler divergence from full prefill, in nats per token."""
     top1_agreement: _builtins.float
-    """Share of tokens whose most likely token is that of full prefill."""
+    """Share of positions whose most likely token is the same as with full prefill."""
     prompts: _builtins.int
-    """Prompts that were measured."""
+    """Number of measured prompts."""
     measured_at: _builtins.int
     """Time of the measurement in seconds since 1970."""
     cost: _builtins.float
-    """Computed rows times layers as a share of a prefill, 0 to 1; 0 where nobody measured it."""
+    """Computed rows times layers as a share of a prefill, 0 to 1; 0 if it was not measured."""
     reason: _builtins.str
-    """Why it did not pass; empty if it passed."""
+    """Reason why the verification did not pass; empty if it passed."""
     def __init__(
         self,
         *,
@@ -587,7 +590,7 @@ class SetVerdictRequest(_message.Message):
     """From Welcome."""
     @_builtins.property
     def verdict(self) -> Global___ReuseVerdict:
-        """The verdict; it replaces the one before."""
+        """The verdict; it replaces the previous verdict."""
 
     def __init__(
         self,
@@ -749,41 +752,43 @@ class MatchRequest(_message.Message):
     session_id: _builtins.bytes
     """From Welcome. Without it (a probe), nothing is leased and no offsets are returned."""
     tenant_salt: _builtins.bytes
-    """Salt of the tenant; empty for the common one. At most 256 bytes."""
+    """Salt of the tenant; empty for the common tenant. At most 256 bytes."""
     namespace: _builtins.bytes
     """The namespace to search, for probes without a session; ignored in a session."""
     seconds_per_token: _builtins.float
-    """Prefill seconds per token; 0 when unknown. Chunks that would take longer to fetch are not fetched."""
+    """Prefill seconds per token; 0 when unknown. The daemon does not fetch chunks if fetching takes longer than
+    computing.
+    """
     window: _builtins.int
     """Number of tokens wanted at the end of the match, for a model whose layers all have a sliding window; 0: all.
     Earlier chunks count as found and as used, but are neither promoted nor leased. Ignored in probes without a
     session, and where the remote tier is used.
     """
     ttl_seconds: _builtins.int
-    """TTL of the matched chunks in seconds; a longer one of another request wins; at most 2,592,000 (30 days). 0: no
-    expiry. Ignored in probes without a session.
+    """TTL of the matched chunks in seconds, at most 2,592,000 (30 days); 0: no expiry. A longer TTL of another request
+    wins. Ignored in probes without a session.
     """
     lease_id: _builtins.bytes
     """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. If it is
     empty or in use, the daemon chooses a name.
     """
     group: _builtins.str
-    """Name of the group that the request belongs to, such as an agent's session; at most 128 bytes. Chunks of another
-    group that the request uses leave that group. Empty: none. Ignored in probes without a session.
+    """Name of the group that the request belongs to, such as an agent's session; at most 128 bytes. If the request uses
+    chunks of another group, these leave that group. Empty: no group. Ignored in probes without a session.
     """
     low_priority: _builtins.bool
-    """Chunks that only requests with low priority use are evicted before others of the tenant. Ignored in probes without a
-    session.
+    """Chunks that only requests with low priority use are evicted before other chunks of the tenant. Ignored in probes
+    without a session.
     """
     explain: _builtins.bool
     """Report what stopped the match, and remember a fingerprint of the prompt (keyed hashes of its tokens, in memory only)
     for later reports.
     """
     known_tokens: _builtins.int
-    """With explain: leading tokens that the caller has already; the report is about the tokens behind them."""
+    """With explain: number of leading tokens that the caller already has; the report is about later tokens."""
     across_tenants: _builtins.bool
-    """With explain: let the report name a match under another salt. For operators; ignored for other callers, who must
-    not learn about other tenants.
+    """With explain: let the report mention a match under another salt. Only for operators. The daemon ignores it for
+    other callers, who must not learn about other tenants.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -792,20 +797,21 @@ class MatchRequest(_message.Message):
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
         """Ranges of token_ids to match by content, behind any prefix. Ranges within the matched prefix are ignored, and so
-        are all ranges in probes without a session. At most 4096, with no more tokens in all than the prompt has.
+        are all ranges in probes without a session. At most 4096 ranges, with at most as many tokens in total as the prompt
+        has.
         """
 
     @_builtins.property
     def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Chunk boundaries of token_ids: ascending ends, above 0 and at most their number; at most 8192. The daemon looks
-        up the hashes of these chunks in the remote tier. Without cuts, and in probes without a session, it does not use
-        the remote tier.
+        """Chunk boundaries of token_ids: at most 8192 ascending ends, above 0 and at most the number of tokens. The daemon
+        looks up the hashes of these chunks in the remote tier. Without cuts, and in probes without a session, it does not
+        use the remote tier.
         """
 
     @_builtins.property
     def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedPrefix]:
         """Beginnings of the prompt that eviction spares for a time, as far as the tenant's quota for pins allows; at most 64.
-        Retained chunks do not expire before. Ignored in probes without a session.
+        Retained chunks do not expire before that time. Ignored in probes without a session.
         """
 
     def __init__(
@@ -845,10 +851,12 @@ class RetainedPrefix(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
     end: _builtins.int
-    """Its end in tokens: chunks that begin before it are retained. 4,294,967,295 includes what follows the prompt."""
+    """End of the beginning, in tokens: chunks that begin before it are retained. 4,294,967,295 includes chunks after the
+    prompt.
+    """
     retain_seconds: _builtins.int
-    """Shortest time from now for which the chunks stay, in seconds; a longer one of another request wins; at most 2,592,000
-    (30 days).
+    """Shortest time from now for which the chunks stay, in seconds, at most 2,592,000 (30 days). A longer time of another
+    request wins.
     """
     def __init__(
         self,
@@ -873,7 +881,7 @@ class ContentProbe(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     start: _builtins.int
-    """Index of its first token in token_ids."""
+    """Index of the range's first token in token_ids."""
     tokens: _builtins.int
     """Number of tokens; at least 1."""
     def __init__(
@@ -909,11 +917,11 @@ class ChunkMatch(_message.Message):
     prefix_hash: _builtins.bytes
     """Identity of the chunk."""
     start_position: _builtins.int
-    """Position of its first token in the sequence that its keys were rotated for."""
+    """Position of the first token, for which its key was rotated."""
     tokens: _builtins.int
     """Number of tokens of the chunk."""
     matched_tokens: _builtins.int
-    """Leading tokens of the chunk that match; fewer than all only in the last match."""
+    """Number of leading tokens of the chunk that match. Only the last match may have fewer than all tokens."""
     key_group_tokens: _builtins.int
     """As in ChunkHeader."""
     sink_tokens: _builtins.int
@@ -976,10 +984,10 @@ class MatchResponse(_message.Message):
     remote_ms: _builtins.float
     """Milliseconds that this call spent on the remote tier, successful or not."""
     passed_tokens: _builtins.int
-    """Leading matched tokens whose chunks are not in matches, since the window does not reach them."""
+    """Number of leading matched tokens whose chunks are not in matches, because the window does not reach them."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
-        """Chunks in order from the first token, or from the first wanted one; empty when nothing matches."""
+        """Chunks in order, from the first token or the first token of the window; empty when nothing matches."""
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentMatch]:
@@ -989,7 +997,9 @@ class MatchResponse(_message.Message):
 
     @_builtins.property
     def miss(self) -> Global___MissReason:
-        """The reason why the match ended before the prompt's last token, if `explain` was set; absent when it did not."""
+        """The reason why the match ended before the prompt's last token, if `explain` was set. Absent if the whole prompt
+        matched.
+        """
 
     def __init__(
         self,
@@ -1028,8 +1038,8 @@ class MissReason(_message.Message):
     kind: Global___MissKind.ValueType
     """Kind of the reason."""
     position: _builtins.int
-    """Index of the first token that the reason is about: as many tokens were found in the store, known to the caller, or,
-    for DIFFERS and NEVER_SEEN, the same in an earlier prompt.
+    """Index of the first token that the reason is about. The tokens before it were found in the store or known to the
+    caller; for DIFFERS and NEVER_SEEN, they may also be the common beginning with an earlier prompt.
     """
     seconds_ago: _builtins.float
     """Seconds since the loss, or since the earlier prompt; 0 when unknown."""
@@ -1039,8 +1049,8 @@ class MissReason(_message.Message):
     "session" if the end of the chunk's group removed it. For LOAD_SLOWER: "remote".
     """
     remembered_seconds: _builtins.float
-    """How far the daemon's memory of this tenant's prompts and losses reaches back, in seconds: since its start, or since
-    the newest entry that it has dropped.
+    """Seconds since which the daemon remembers all prompts and losses of this tenant: since its start, or since the
+    newest entry that it has dropped.
     """
     def __init__(
         self,
@@ -1121,14 +1131,14 @@ Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
 @_typing.final
 class AcquireResponse(_message.Message):
-    """Leases, in the order of the request."""
+    """Matches of the leased chunks, in the order of the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
-        """One per chunk that is stored; others are left out."""
+        """One per stored chunk; missing chunks are left out."""
 
     def __init__(
         self,
@@ -1160,8 +1170,8 @@ class ReleaseRequest(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadReport]:
-        """What the client loaded under some of these leases; at most one for each. Those of sessions without shared memory are
-        not counted.
+        """Reports of loads under these leases; at most one per lease. Reports of sessions without shared memory are not
+        counted.
         """
 
     def __init__(
@@ -1192,7 +1202,7 @@ class LoadReport(_message.Message):
     lease_id: _builtins.bytes
     """A lease of the same request."""
     tokens: _builtins.int
-    """Tokens that were copied, and need not be computed."""
+    """Number of copied tokens, which the client need not compute."""
     payload_bytes: _builtins.int
     """Their payload bytes."""
     microseconds: _builtins.int
@@ -1221,7 +1231,7 @@ class ReleaseResponse(_message.Message):
 
     RELEASED_FIELD_NUMBER: _builtins.int
     released: _builtins.int
-    """Leases that were held until now."""
+    """Number of leases that this call released."""
     def __init__(
         self,
         *,
@@ -1256,7 +1266,9 @@ class ReserveRequest(_message.Message):
     ttl_seconds: _builtins.int
     """As in MatchRequest; applies to these chunks and their ancestors."""
     group: _builtins.str
-    """As in MatchRequest. The new chunks belong to this group until a request of another one, or of none, uses them."""
+    """As in MatchRequest. The new chunks belong to this group until a request of another group, or without a group, uses
+    them.
+    """
     low_priority: _builtins.bool
     """As in MatchRequest."""
     @_builtins.property
@@ -1274,7 +1286,7 @@ class ReserveRequest(_message.Message):
 
     @_builtins.property
     def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedPrefix]:
-        """As in MatchRequest; the start_position of a header counts."""
+        """As in MatchRequest. A chunk is retained if its start_position is before the end of the beginning."""
 
     def __init__(
         self,
@@ -1394,7 +1406,7 @@ class CommitRequest(_message.Message):
     session_id: _builtins.bytes
     """From Welcome."""
     epoch: _builtins.int
-    """The daemon's epoch, from Welcome; another one is refused."""
+    """The daemon's epoch, from Welcome; another epoch is refused."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitItem]:
         """The chunks, parents before children; at most 1024."""
@@ -1478,7 +1490,7 @@ class AbortResponse(_message.Message):
 
     ABORTED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.int
-    """Reservations that were open until now."""
+    """Number of reservations that this call ended."""
     def __init__(
         self,
         *,
@@ -1514,10 +1526,10 @@ class FetchRequest(_message.Message):
     session_id: _builtins.bytes
     """From Welcome. With it, lease_id and prefix_hashes name the chunks, and the fields above are ignored."""
     lease_id: _builtins.bytes
-    """From MatchResponse. It may be released meanwhile; the requested chunks stay until this call ends."""
+    """From MatchResponse. The lease may be released during the call; the requested chunks stay until the call ends."""
     root: _builtins.bytes
-    """The tenant root instead of namespace and tenant_salt; for operators' backups. The read promotes nothing and counts
-    as no use.
+    """The tenant root instead of namespace and tenant_salt; for operators' backups. Such a read promotes no chunk and
+    does not count as a use.
     """
     @_builtins.property
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -1554,7 +1566,7 @@ class FetchResponse(_message.Message):
     """Further messages: the payload in order, at most 1 MiB each."""
     @_builtins.property
     def header(self) -> _chunk_pb2.ChunkHeader:
-        """First message of each chunk. Under a lease without token_ids, which Match has compared."""
+        """First message of each chunk. Under a lease it has no token_ids, because Match has compared them."""
 
     def __init__(
         self,
@@ -1651,7 +1663,7 @@ class StoreResponse(_message.Message):
     prefix_hash: _builtins.bytes
     """Identity of the chunk."""
     already_stored: _builtins.bool
-    """True when the chunk was stored before and nothing was written."""
+    """True if the chunk was already stored, so that nothing was written."""
     def __init__(
         self,
         *,
@@ -1668,7 +1680,7 @@ Global___StoreResponse: _TypeAlias = StoreResponse  # noqa: Y015
 
 @_typing.final
 class FillRequest(_message.Message):
-    """A piece of payloads to write: a session, and for each of its reservations the id and the payload."""
+    """A piece of payloads to write. The stream has the session id, and then for each reservation its id and the payload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1678,7 +1690,7 @@ class FillRequest(_message.Message):
     session_id: _builtins.bytes
     """First message: from Welcome."""
     reservation_id: _builtins.bytes
-    """Begins a payload: from Reservation. The previous payload is complete."""
+    """Begins a payload, and completes the previous payload. From Reservation."""
     data: _builtins.bytes
     """The payload in order, at most 1 MiB each."""
     def __init__(
@@ -1706,7 +1718,7 @@ class FillResponse(_message.Message):
 
     FILLED_FIELD_NUMBER: _builtins.int
     filled: _builtins.int
-    """Number of payloads."""
+    """Number of complete payloads."""
     def __init__(
         self,
         *,
@@ -1756,15 +1768,16 @@ Global___PrefixRef: _TypeAlias = PrefixRef  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
-    """Pins a prefix. Pins are counted, survive restarts, and follow a chunk that a longer one supersedes."""
+    """Pins a prefix. Pins are counted and survive restarts. If a longer chunk supersedes a pinned chunk, it gets the pin."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFIX_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     caller: _builtins.str
-    """Name of the client for whom a gateway calls: that client's share of the pins counts. At most 128 bytes. Only at the
-    private socket; INVALID_ARGUMENT elsewhere, where the caller's own share counts. Empty: the daemon's user.
+    """Name of the client for which a gateway calls; that client's limits for pins then apply. At most 128 bytes; empty
+    for the daemon's user. Only at the private socket. At other listeners the caller's own limits apply, and this field
+    is refused with INVALID_ARGUMENT.
     """
     @_builtins.property
     def prefix(self) -> Global___PrefixRef:
@@ -1815,7 +1828,7 @@ class UnpinRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     caller: _builtins.str
-    """As in PinRequest. Its own pin ends if it has one, else another one."""
+    """As in PinRequest. The caller's own pin ends if it has one, otherwise another pin of the prefix."""
     @_builtins.property
     def prefix(self) -> Global___PrefixRef:
         """The prefix."""
@@ -1942,8 +1955,8 @@ class ReleaseGroupResponse(_message.Message):
 
     RELEASED_FIELD_NUMBER: _builtins.int
     released: _builtins.int
-    """Removed chunks. Pinned chunks, and those that others use or continue, stay; so do copies in the remote tier. 0 for
-    an unknown group, and after a restart of the daemon, which forgets groups and keeps chunks.
+    """Number of removed chunks. Pinned chunks stay, and so do chunks that others use or continue, and copies in the
+    remote tier. 0 for an unknown group, and after a restart of the daemon, which keeps chunks but forgets groups.
     """
     def __init__(
         self,
@@ -2013,7 +2026,7 @@ class CarryResponse(_message.Message):
     chunks: _builtins.int
     """Transferred chunks."""
     payload_bytes: _builtins.int
-    """Payload bytes of these, before compression."""
+    """Payload bytes of the transferred chunks, before compression."""
     known: _builtins.int
     """Chunks that the destination already had."""
     lost: _builtins.int
@@ -2048,7 +2061,7 @@ class ListRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     WITH_TOKENS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
-    """Restricts the list to a tenant of a namespace. Operators may leave it empty and see all."""
+    """Restricts the list to a tenant of a namespace. Operators may leave it empty to see all chunks."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     page_size: _builtins.int
@@ -2056,7 +2069,7 @@ class ListRequest(_message.Message):
     page_token: _builtins.bytes
     """next_page_token of the previous response; empty for the first page."""
     with_tokens: _builtins.bool
-    """Return the tokens, too; a page then ends before 65,536 of them, but has at least one chunk."""
+    """Return the tokens, too. A page then has fewer than 65,536 tokens, but at least one chunk."""
     def __init__(
         self,
         *,
@@ -2117,7 +2130,7 @@ class ChunkInfo(_message.Message):
     pinned: _builtins.bool
     """Exempt from eviction."""
     leases: _builtins.int
-    """Leases held on it now."""
+    """Number of leases on the chunk now."""
     hits: _builtins.int
     """Times that it was matched since the daemon started."""
     stored_bytes: _builtins.int
@@ -2296,7 +2309,7 @@ class StatsResponse(_message.Message):
     arena_bytes: _builtins.int
     """Size of the arena."""
     arena_used_bytes: _builtins.int
-    """Bytes of it in use."""
+    """Bytes of the arena in use."""
     durable_budget_bytes: _builtins.int
     """Budget of the durable tier; 0 when there is none."""
     durable_bytes: _builtins.int
@@ -2306,7 +2319,7 @@ class StatsResponse(_message.Message):
     reservations: _builtins.int
     """Reservations open now."""
     matches: _builtins.int
-    """Lookups: Match calls, and prompts that needed none."""
+    """Lookups: Match calls, and prompts for which the index summary made a Match unnecessary."""
     requested_tokens: _builtins.int
     """Prompt tokens of these lookups."""
     matched_tokens: _builtins.int
@@ -2330,9 +2343,9 @@ class StatsResponse(_message.Message):
     pending_writes: _builtins.int
     """Chunks waiting to be written to the durable tier now."""
     prompts: _builtins.int
-    """Prompts that workers have served, their tokens, the tokens that were loaded and not computed, and those of them
-    that came from the worker's own pool: the numbers of the responses' usage. Prompts that bypass the cache
-    (skip_read, prompt_logprobs) are left out: they could not reuse anything.
+    """Prompts that workers have served. The next three fields are their tokens, the tokens that were loaded and not
+    computed, and the loaded tokens from the worker's own pool. The numbers agree with the usage in responses. Prompts
+    that bypass the cache (skip_read, prompt_logprobs) are left out, because they could not reuse chunks.
     """
     prompt_tokens: _builtins.int
     """See prompts."""
@@ -2343,7 +2356,7 @@ class StatsResponse(_message.Message):
     pinned_bytes: _builtins.int
     """Pinned bytes, ancestors included."""
     durable_failing: _builtins.str
-    """Why writes to the durable tier fail; empty when they succeed."""
+    """Reason why writes to the durable tier fail; empty when they succeed."""
     loop_stall_ms: _builtins.float
     """Longest stall of the event loop in the last minute, in milliseconds."""
     durable_file_bytes: _builtins.int
@@ -2357,57 +2370,59 @@ class StatsResponse(_message.Message):
     remote_engine: _builtins.str
     """Kind of the remote backend, such as "valkey"; empty without a remote tier."""
     remote_failing: _builtins.str
-    """Why the remote tier is disabled now; empty when it is in use."""
+    """Reason why the remote tier is not used now; empty when it is in use."""
     remote_lookups: _builtins.int
     """Prompts looked up in the remote tier."""
     remote_hits: _builtins.int
     """Prompts with tokens from the remote tier."""
     remote_tokens: _builtins.int
-    """Tokens fetched from it."""
+    """Tokens fetched from the remote tier."""
     remote_bypassed: _builtins.int
     """Prompts that were faster to compute than to look up or fetch."""
     remote_late: _builtins.int
     """Prompts whose chunks could have been computed before they arrived."""
     remote_read_bytes: _builtins.int
-    """Payload bytes read from it, as stored there."""
+    """Payload bytes read from the remote tier, as stored there."""
     remote_written_bytes: _builtins.int
-    """Payload bytes written to it."""
+    """Payload bytes written to the remote tier."""
     remote_written_chunks: _builtins.int
-    """Chunks written to it."""
+    """Chunks written to the remote tier."""
     remote_pending: _builtins.int
-    """Chunks waiting to be written to it now."""
+    """Chunks waiting to be written to the remote tier now."""
     remote_dropped: _builtins.int
-    """Chunks not written to it: the queue was full, or they had left the arena before."""
+    """Chunks not written to the remote tier, because the queue was full or the chunk had left the arena."""
     remote_deletions: _builtins.int
-    """Deletions not yet applied to it."""
+    """Deletions not yet applied to the remote tier."""
     remote_failures: _builtins.int
-    """Calls to it that failed or timed out."""
+    """Calls to the remote tier that failed or timed out."""
     remote_rejected: _builtins.int
-    """Invalid values read from it."""
+    """Invalid values read from the remote tier."""
     remote_hedged: _builtins.int
     """Hedged reads: reads sent a second time because the first was slow."""
     remote_opened: _builtins.int
-    """Times that its circuit breaker opened."""
+    """Number of times that the remote tier's circuit breaker opened."""
     remote_latency_ms: _builtins.float
     """Measured latency of a small read, in milliseconds."""
     remote_bytes_per_second: _builtins.float
-    """Measured throughput beyond that, in bytes per second; 0 before a measurement."""
+    """Measured throughput of reads beyond that latency, in bytes per second; 0 before a measurement."""
     remote_withheld: _builtins.int
-    """Chunks withheld from it because it had just lost its data, and possibly deletions."""
+    """Chunks not written to the remote tier because it had just lost its data, and possibly deletions."""
     remote_restored_deletions: _builtins.int
-    """Deletions repeated because it had lost them: a failover, a restored backup, a restart."""
+    """Deletions repeated because the remote tier had lost them, after a failover, a restored backup or a restart."""
     failed_reads: _builtins.int
-    """Reads of stored chunks that failed: the disk's errors, not corrupt data. The chunks stay and are read again."""
+    """Reads of stored chunks that failed with a disk error. Corrupt data do not count. The chunks stay and are read
+    again.
+    """
     retained_bytes: _builtins.int
     """Bytes of retained chunks; see RetainedPrefix."""
     remote_data_losses: _builtins.int
-    """Times that the remote tier had lost its data, such as a server that restarted empty."""
+    """Number of times that the remote tier lost its data, for example because a server restarted empty."""
     remote_refilling_tenants: _builtins.int
     """Tenants whose chunks are to be written again after such a loss."""
     restarts: _builtins.int
-    """Times that the daemon's parent process has started it again because it died."""
+    """Number of times that the parent process restarted the daemon because it had died."""
     oom_kills: _builtins.int
-    """Of these, times that the kernel had killed it for memory."""
+    """Restarts because the kernel had killed the daemon for lack of memory; part of restarts."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2595,8 +2610,8 @@ class WatchRequest(_message.Message):
     epoch: _builtins.int
     """Epoch that after_sequence belongs to; 0 to begin with the next event."""
     after_sequence: _builtins.int
-    """Last sequence number seen. When it is no longer kept, the call fails with OUT_OF_RANGE and the client reads the
-    state with List.
+    """Last sequence number that the client has seen. If the events after it are no longer kept, the call fails with
+    OUT_OF_RANGE; the client should then read the state with List.
     """
     namespace: _builtins.bytes
     """Restricts the events to a tenant of a namespace, which has its own sequence numbers. Operators may leave it empty."""

@@ -28,14 +28,14 @@ if _version_not_supported:
 class CacheServiceStub(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
-    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
-    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
-    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
-    "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream. Its id is part of every call that takes or holds
+    memory. A client on another host has a session without shared memory: it reads leased chunks with Fetch and writes
+    reserved chunks with Fill; all other calls are the same. Clients of single chunks need no session: Match without a
+    session probes, and Fetch and Store transfer a chunk as a byte stream. Errors are google.rpc.Status with
+    ErrorInfo{domain: "kvsidecar.cache", reason}.
 
-    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
-    whose salts it names, and only those that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees a tenant if it
+    names the tenant's salt and its token or certificate allows that (docs/security.md).
     """
 
     def __init__(self, channel):
@@ -139,27 +139,27 @@ class CacheServiceStub(object):
 class CacheServiceServicer(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
-    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
-    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
-    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
-    "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream. Its id is part of every call that takes or holds
+    memory. A client on another host has a session without shared memory: it reads leased chunks with Fetch and writes
+    reserved chunks with Fill; all other calls are the same. Clients of single chunks need no session: Match without a
+    session probes, and Fetch and Store transfer a chunk as a byte stream. Errors are google.rpc.Status with
+    ErrorInfo{domain: "kvsidecar.cache", reason}.
 
-    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
-    whose salts it names, and only those that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees a tenant if it
+    names the tenant's salt and its token or certificate allows that (docs/security.md).
     """
 
     def Attach(self, request_iterator, context):
-        """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
-        ends for any reason, every lease and reservation of the session is released.
+        """Opens a session. The first message is a Hello, later messages are heartbeats; the daemon answers every message.
+        When the stream ends for any reason, the daemon releases every lease and reservation of the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
-        the first token; IndexSummary tells when it can be skipped.
+        """Finds the longest stored prefix of a token sequence and leases its chunks. It is the only call on the critical path
+        of the first token. IndexSummary says when a client can skip it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,14 +244,14 @@ class CacheServiceServicer(object):
 
     def Carry(self, request, context):
         """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
-        last one is the result.
+        last response is the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseGroup(self, request, context):
-        """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session.
+        """Removes the chunks that only one group has used from this daemon, for example when an agent's session ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -382,14 +382,14 @@ def add_CacheServiceServicer_to_server(servicer, server):
 class CacheService(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
-    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
-    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
-    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
-    "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream. Its id is part of every call that takes or holds
+    memory. A client on another host has a session without shared memory: it reads leased chunks with Fetch and writes
+    reserved chunks with Fill; all other calls are the same. Clients of single chunks need no session: Match without a
+    session probes, and Fetch and Store transfer a chunk as a byte stream. Errors are google.rpc.Status with
+    ErrorInfo{domain: "kvsidecar.cache", reason}.
 
-    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
-    whose salts it names, and only those that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees a tenant if it
+    names the tenant's salt and its token or certificate allows that (docs/security.md).
     """
 
     @staticmethod

@@ -29,14 +29,14 @@ GRPC_VERSION: str
 class CacheServiceStub:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
-    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
-    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
-    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
-    "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream. Its id is part of every call that takes or holds
+    memory. A client on another host has a session without shared memory: it reads leased chunks with Fetch and writes
+    reserved chunks with Fill; all other calls are the same. Clients of single chunks need no session: Match without a
+    session probes, and Fetch and Store transfer a chunk as a byte stream. Errors are google.rpc.Status with
+    ErrorInfo{domain: "kvsidecar.cache", reason}.
 
-    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
-    whose salts it names, and only those that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees a tenant if it
+    names the tenant's salt and its token or certificate allows that (docs/security.md).
     """
 
     @_typing.overload
@@ -44,12 +44,12 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_cache_pb2.AttachRequest, _cache_pb2.AttachResponse]
-    """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
-    ends for any reason, every lease and reservation of the session is released.
+    """Opens a session. The first message is a Hello, later messages are heartbeats; the daemon answers every message.
+    When the stream ends for any reason, the daemon releases every lease and reservation of the session.
     """
     Match: _grpc.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]
-    """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
-    the first token; IndexSummary tells when it can be skipped.
+    """Finds the longest stored prefix of a token sequence and leases its chunks. It is the only call on the critical path
+    of the first token. IndexSummary says when a client can skip it.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]
     """Releases leases. Idempotent: an unknown or already released lease is ignored."""
@@ -75,10 +75,10 @@ class CacheServiceStub:
     """Deletes chunks and their descendants."""
     Carry: _grpc.UnaryStreamMultiCallable[_cache_pb2.CarryRequest, _cache_pb2.CarryResponse]
     """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
-    last one is the result.
+    last response is the result.
     """
     ReleaseGroup: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseGroupRequest, _cache_pb2.ReleaseGroupResponse]
-    """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session."""
+    """Removes the chunks that only one group has used from this daemon, for example when an agent's session ends."""
     List: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]
     """Lists stored chunks, a page at a time."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]
@@ -90,24 +90,24 @@ class CacheServiceStub:
 class CacheServiceAsyncStub(CacheServiceStub):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
-    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
-    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
-    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
-    "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream. Its id is part of every call that takes or holds
+    memory. A client on another host has a session without shared memory: it reads leased chunks with Fetch and writes
+    reserved chunks with Fill; all other calls are the same. Clients of single chunks need no session: Match without a
+    session probes, and Fetch and Store transfer a chunk as a byte stream. Errors are google.rpc.Status with
+    ErrorInfo{domain: "kvsidecar.cache", reason}.
 
-    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
-    whose salts it names, and only those that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees a tenant if it
+    names the tenant's salt and its token or certificate allows that (docs/security.md).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_cache_pb2.AttachRequest, _cache_pb2.AttachResponse]  # type: ignore[assignment]
-    """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
-    ends for any reason, every lease and reservation of the session is released.
+    """Opens a session. The first message is a Hello, later messages are heartbeats; the daemon answers every message.
+    When the stream ends for any reason, the daemon releases every lease and reservation of the session.
     """
     Match: _aio.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]  # type: ignore[assignment]
-    """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
-    the first token; IndexSummary tells when it can be skipped.
+    """Finds the longest stored prefix of a token sequence and leases its chunks. It is the only call on the critical path
+    of the first token. IndexSummary says when a client can skip it.
     """
     Release: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Releases leases. Idempotent: an unknown or already released lease is ignored."""
@@ -133,10 +133,10 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Deletes chunks and their descendants."""
     Carry: _aio.UnaryStreamMultiCallable[_cache_pb2.CarryRequest, _cache_pb2.CarryResponse]  # type: ignore[assignment]
     """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
-    last one is the result.
+    last response is the result.
     """
     ReleaseGroup: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseGroupRequest, _cache_pb2.ReleaseGroupResponse]  # type: ignore[assignment]
-    """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session."""
+    """Removes the chunks that only one group has used from this daemon, for example when an agent's session ends."""
     List: _aio.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]  # type: ignore[assignment]
     """Lists stored chunks, a page at a time."""
     Stats: _aio.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]  # type: ignore[assignment]
@@ -147,14 +147,14 @@ class CacheServiceAsyncStub(CacheServiceStub):
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
-    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
-    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
-    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
-    "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream. Its id is part of every call that takes or holds
+    memory. A client on another host has a session without shared memory: it reads leased chunks with Fetch and writes
+    reserved chunks with Fill; all other calls are the same. Clients of single chunks need no session: Match without a
+    session probes, and Fetch and Store transfer a chunk as a byte stream. Errors are google.rpc.Status with
+    ErrorInfo{domain: "kvsidecar.cache", reason}.
 
-    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
-    whose salts it names, and only those that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees a tenant if it
+    names the tenant's salt and its token or certificate allows that (docs/security.md).
     """
 
     @_abc_1.abstractmethod
@@ -163,8 +163,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cache_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.AttachResponse], _abc.AsyncIterator[_cache_pb2.AttachResponse]]:
-        """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
-        ends for any reason, every lease and reservation of the session is released.
+        """Opens a session. The first message is a Hello, later messages are heartbeats; the daemon answers every message.
+        When the stream ends for any reason, the daemon releases every lease and reservation of the session.
         """
 
     @_abc_1.abstractmethod
@@ -173,8 +173,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.MatchResponse, _abc.Awaitable[_cache_pb2.MatchResponse]]:
-        """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
-        the first token; IndexSummary tells when it can be skipped.
+        """Finds the longest stored prefix of a token sequence and leases its chunks. It is the only call on the critical path
+        of the first token. IndexSummary says when a client can skip it.
         """
 
     @_abc_1.abstractmethod
@@ -272,7 +272,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.CarryResponse], _abc.AsyncIterator[_cache_pb2.CarryResponse]]:
         """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
-        last one is the result.
+        last response is the result.
         """
 
     @_abc_1.abstractmethod
@@ -281,7 +281,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReleaseGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ReleaseGroupResponse, _abc.Awaitable[_cache_pb2.ReleaseGroupResponse]]:
-        """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session."""
+        """Removes the chunks that only one group has used from this daemon, for example when an agent's session ends."""
 
     @_abc_1.abstractmethod
     def List(

@@ -30,7 +30,7 @@ class _AnswerStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerSta
     ANSWER_START_NOTHING: _AnswerStart.ValueType  # 1
     """Nothing."""
     ANSWER_START_LAST_MESSAGE: _AnswerStart.ValueType  # 2
-    """Nothing, and the last message stays open: the answer continues it."""
+    """Nothing; the last message stays open, and the answer continues it."""
 
 class AnswerStart(_AnswerStart, metaclass=_AnswerStartEnumTypeWrapper):
     """Text between a conversation and its answer."""
@@ -40,7 +40,7 @@ ANSWER_START_UNSPECIFIED: AnswerStart.ValueType  # 0
 ANSWER_START_NOTHING: AnswerStart.ValueType  # 1
 """Nothing."""
 ANSWER_START_LAST_MESSAGE: AnswerStart.ValueType  # 2
-"""Nothing, and the last message stays open: the answer continues it."""
+"""Nothing; the last message stays open, and the answer continues it."""
 Global___AnswerStart: _TypeAlias = AnswerStart  # noqa: Y015
 
 class _ToolMode:
@@ -52,9 +52,9 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 1
-    """No calls: text that looks like a call stays text."""
+    """No calls. Text that looks like a call stays text."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
-    """At least one call: a grammar enforces it for every model."""
+    """At least one call. A grammar enforces it for every model."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
     """Choice of calling tools."""
@@ -62,9 +62,9 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 1
-"""No calls: text that looks like a call stays text."""
+"""No calls. Text that looks like a call stays text."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
-"""At least one call: a grammar enforces it for every model."""
+"""At least one call. A grammar enforces it for every model."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _Speculation:
@@ -87,7 +87,7 @@ class _SpeculationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Speculati
     """The proposer with the higher expected gain."""
 
 class Speculation(_Speculation, metaclass=_SpeculationEnumTypeWrapper):
-    """Proposer of draft tokens, which the model verifies many at a time. Answers are the same as without."""
+    """Proposer of draft tokens, which the model verifies many at a time. Answers are the same as without draft tokens."""
 
 SPECULATION_UNSPECIFIED: Speculation.ValueType  # 0
 """The worker's setting."""
@@ -114,7 +114,7 @@ class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation
     TRUNCATION_LEFT: _Truncation.ValueType  # 1
     """At the beginning: the last tokens are kept."""
     TRUNCATION_MIDDLE: _Truncation.ValueType  # 2
-    """In the middle: as many first as last tokens are kept."""
+    """In the middle: equal numbers of first and last tokens are kept."""
     TRUNCATION_RIGHT: _Truncation.ValueType  # 3
     """At the end: the first tokens are kept."""
 
@@ -126,7 +126,7 @@ TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
 TRUNCATION_LEFT: Truncation.ValueType  # 1
 """At the beginning: the last tokens are kept."""
 TRUNCATION_MIDDLE: Truncation.ValueType  # 2
-"""In the middle: as many first as last tokens are kept."""
+"""In the middle: equal numbers of first and last tokens are kept."""
 TRUNCATION_RIGHT: Truncation.ValueType  # 3
 """At the end: the first tokens are kept."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
@@ -192,7 +192,7 @@ class _ReadingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reading.Value
     READING_MOVED: _Reading.ValueType  # 2
     """Approximate reuse: computed behind another prefix and relocated."""
     READING_REPAIRED: _Reading.ValueType  # 3
-    """Likewise, and computed again in all but the first layers."""
+    """Approximate reuse, and computed again in all but the first layers."""
     READING_COMPUTED: _Reading.ValueType  # 4
     """Computed for this request."""
 
@@ -206,7 +206,7 @@ READING_EXACT: Reading.ValueType  # 1
 READING_MOVED: Reading.ValueType  # 2
 """Approximate reuse: computed behind another prefix and relocated."""
 READING_REPAIRED: Reading.ValueType  # 3
-"""Likewise, and computed again in all but the first layers."""
+"""Approximate reuse, and computed again in all but the first layers."""
 READING_COMPUTED: Reading.ValueType  # 4
 """Computed for this request."""
 Global___Reading: _TypeAlias = Reading  # noqa: Y015
@@ -272,10 +272,10 @@ class Tool(_message.Message):
     description: _builtins.str
     """Description for the model."""
     parameters: _builtins.str
-    """JSON Schema of the arguments, an object. Empty for a function without any."""
+    """JSON Schema of the arguments, which are an object. Empty for a function without arguments."""
     strict: _builtins.bool
-    """Constrain the arguments to the schema, also where the model decides whether to call: once a call has begun, tokens
-    that would break its form are masked. This applies to calls of all tools of the request.
+    """Constrain the arguments to the schema, even if the model decides whether to call. Once a call has begun, tokens
+    that would violate its format are masked. The format is enforced for calls of all tools of the request.
     """
     def __init__(
         self,
@@ -307,7 +307,7 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """The function."""
     arguments: _builtins.str
-    """Arguments: JSON text as the model wrote it, complete only if the answer is."""
+    """Arguments: JSON text as the model wrote it, complete only if the answer is complete."""
     def __init__(
         self,
         *,
@@ -345,8 +345,8 @@ class Chat(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Functions that the model may call, with distinct names. A template without tools gets them described in the system
-        message. At most 128.
+        """Functions that the model may call, with distinct names. If the template does not support tools, the system message
+        describes them. At most 128.
         """
 
     def __init__(
@@ -405,7 +405,9 @@ class Prompt(_message.Message):
     without_special_tokens: _builtins.bool
     """Tokenize text without the tokenizer's beginning-of-sequence token."""
     with_special_tokens: _builtins.bool
-    """Tokenize a rendered chat with the tokenizer's beginning-of-sequence token, too: templates have their own."""
+    """Tokenize a rendered chat with the tokenizer's beginning-of-sequence token, in addition to the tokens of the
+    template.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -435,8 +437,8 @@ Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Sampling parameters. An absent field means the stated default, unless the model's generation_config.json sets
-    temperature, top_p or top_k; with "do_sample": false there, an absent temperature is 0.
+    """Sampling parameters. An absent field means the stated default. For temperature, top_p and top_k, the model's
+    generation_config.json may set another default; with "do_sample": false in that file, an absent temperature is 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -484,10 +486,10 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit for each time it was generated, -2 to 2. Default 0."""
     min_p: _builtins.float
-    """Sample from tokens with at least this share of the most likely one's probability, 0 to 1. Default 0."""
+    """Sample from tokens with at least this share of the most likely token's probability, 0 to 1. Default 0."""
     repetition_penalty: _builtins.float
-    """Divides the positive logits of tokens in the prompt or the answer and multiplies the negative ones, above 0 and at
-    most 10. Default 1.
+    """Divides the positive logits of tokens in the prompt or the answer, and multiplies their negative logits; above 0
+    and at most 10. Default 1.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -552,14 +554,14 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
-    """Texts; the answer is one of them."""
+    """Texts of which the answer is one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At least one, none empty."""
+        """At least one text; no text is empty."""
 
     def __init__(
         self,
@@ -576,8 +578,8 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """Constraint on an answer's text; other tokens are masked. The answer ends where no token may follow. max_tokens may
-    truncate it. At most 65,536 bytes.
+    """Constraint on an answer's text: tokens that would violate it are masked. The answer ends where no token may follow;
+    max_tokens may end it before. At most 65,536 bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -643,7 +645,7 @@ class ToolUse(_message.Message):
     """At most one call."""
     @_builtins.property
     def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the tools that may be called, some of the chat's; the prompt still has them all. Empty: all."""
+        """Names of the chat's tools that may be called; empty for all. The prompt still describes all tools of the chat."""
 
     def __init__(
         self,
@@ -694,8 +696,8 @@ class GenerateRequest(_message.Message):
     LOGPROB_TOKENS_FIELD_NUMBER: _builtins.int
     EXPLAIN_ACROSS_TENANTS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests all of
-    that. Default: 256.
+    """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests the whole
+    remaining context. Default: 256.
     """
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-sequence token. Default false."""
@@ -708,17 +710,17 @@ class GenerateRequest(_message.Message):
     explain: _builtins.bool
     """Report which parts of the prompt were reused."""
     min_tokens: _builtins.int
-    """Minimal number of tokens: before them, end-of-sequence and stop_token_ids are masked, unless a grammar allows
-    nothing else, and stop strings are ignored. At most max_tokens.
+    """Minimal number of tokens, at most max_tokens. Until then, stop strings are ignored, and the end-of-sequence token
+    and stop_token_ids are masked, unless a grammar allows no other token.
     """
     include_stop: _builtins.bool
     """Include the stop string, or the text of the stop token, in the text."""
     show_special_tokens: _builtins.bool
-    """Include the text of special tokens, which is omitted otherwise."""
+    """Include the text of special tokens; by default it is omitted."""
     truncate_prompt_tokens: _builtins.int
-    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text. 0: as many as
-    leave capacity for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that
-    is too long is refused.
+    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text. 0: keep as many
+    tokens as leave capacity for max_tokens (if it is 4,294,967,295: for 256 tokens), or at least for one token.
+    Absent: a prompt that is too long is refused.
     """
     prompt_logprobs: _builtins.int
     """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is then computed,
@@ -727,10 +729,10 @@ class GenerateRequest(_message.Message):
     echo: _builtins.bool
     """Return the prompt's text."""
     model: _builtins.str
-    """Name of the worker's model or of one of its adapters; NOT_FOUND for others. Default: the model itself."""
+    """Name of the worker's model or of one of its adapters; NOT_FOUND for another name. Default: the model itself."""
     truncation: Global___Truncation.ValueType
-    """Truncation of a prompt with more than truncate_prompt_tokens (absent: as 0). Default: at the beginning, and none
-    without truncate_prompt_tokens.
+    """Truncation of a prompt with more tokens than truncate_prompt_tokens; if that is absent, it counts as 0. Default: at
+    the beginning if truncate_prompt_tokens is set, otherwise no truncation.
     """
     speculation_branches: _builtins.int
     """Maximal branches of a draft that are verified at once, 1 (a chain) to 4. Default and upper limit: the worker's
@@ -741,8 +743,8 @@ class GenerateRequest(_message.Message):
     continuous_usage: _builtins.bool
     """Set `usage` in every message of a stream."""
     explain_across_tenants: _builtins.bool
-    """With `explain`: let the reason of a miss name an earlier prompt under another salt. For operators: a gateway sets
-    it for nobody else, and a worker ignores it except at its Unix socket.
+    """With `explain`: let the reason of a miss mention an earlier prompt under another salt. A gateway sets it only for
+    operators, and a worker ignores it except at its Unix socket.
     """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
@@ -754,7 +756,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends before the first of these strings; at most 8, none empty."""
+        """Generation ends before the first of these strings. At most 8 strings; no string is empty."""
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
@@ -774,8 +776,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def logprob_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens to report with every token instead of the most likely ones, at most 128; with `logprobs` alone. A token that
-        is not allowed has the log probability -9,999.
+        """Tokens to report with every token instead of the most likely tokens, at most 128. Only with `logprobs`. A token
+        that is not allowed has the log probability -9,999.
         """
 
     def __init__(
@@ -880,45 +882,45 @@ class CacheOptions(_message.Message):
     skip_write: _builtins.bool
     """Do not store computed chunks."""
     tenant_salt: _builtins.bytes
-    """Salt of the tenant; empty for the common one. At most 256 bytes."""
+    """Salt of the tenant; empty for the common tenant. At most 256 bytes."""
     exact_only: _builtins.bool
     """Do not use approximate reuse, regardless of the worker's setting."""
     document_separator: _builtins.str
-    """Separator before documents in the prompt, and before the question after them. Workers that cut by document cut
-    chunks before it. Text is then tokenized piece by piece, so that a document always has the same tokens. Absent:
-    the worker's setting. At most 64 characters.
+    """Separator before documents in the prompt, and before the question after them. Workers that cut chunks by document
+    cut them before the separator. Text is then tokenized piece by piece, so that a document always has the same
+    tokens. Absent: the worker's setting. At most 64 characters.
     """
     ttl_seconds: _builtins.int
-    """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
-    limit applies: 1 to 2,592,000 (30 days). Absent: no expiry.
+    """TTL of the chunks that the request uses and stores, in seconds: 1 to 2,592,000 (30 days). Absent: no expiry. A
+    longer TTL of another request wins; the tenant's limit applies.
     """
     session: _builtins.str
-    """Name of the session (agent, conversation) that the request belongs to; at most 128 bytes. Empty: none. The chunks
-    that it stores belong to the session until a request of another one, or of none, uses them; ReleaseSession removes
-    them.
+    """Name of the session (agent, conversation) that the request belongs to; at most 128 bytes. Empty: no session. The
+    chunks that the request stores belong to the session until a request of another session, or without a session, uses
+    them. ReleaseSession removes the session's chunks.
     """
     retain_seconds: _builtins.int
-    """The same for the whole prompt and its answer, in seconds: 1 to 2,592,000 (30 days). It limits nothing: unlike
-    ttl_seconds, its end removes no chunk. Absent: only the breakpoints apply.
+    """Time for which eviction spares the chunks of the whole prompt and its answer, in seconds: 1 to 2,592,000 (30 days).
+    Unlike with ttl_seconds, no chunk is removed when the time has passed. Absent: only the breakpoints apply.
     """
     priority: Global___CachePriority.ValueType
-    """Eviction priority of the chunks that the request stores. A use by a request of higher priority raises it."""
+    """Eviction priority of the chunks that the request stores. A use by a request of higher priority raises the priority."""
     fetch: _builtins.bool
-    """Fetch stored chunks of the prompt from the remote tier even if computing them seems quicker."""
+    """Fetch stored chunks of the prompt from the remote tier even if computing them seems faster."""
     prompt_cache_key: _builtins.str
     """Key of requests that are likely to share a prefix: gateways prefer one worker and node for them. Workers ignore it."""
     reuse_anywhere: _builtins.bool
     """Approximate reuse of text behind another prefix, which may change the answer; only if the model's verification has
-    passed. Absent: the worker's --reuse-anywhere. INVALID_ARGUMENT if true beside exact_only.
+    passed. Absent: the worker's --reuse-anywhere. INVALID_ARGUMENT if both this and exact_only are true.
     """
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ends of documents in token_ids, as ascending token counts from the prompt's start. For such prompts only."""
+        """Ends of documents, as ascending token counts from the prompt's start. Only for prompts of token_ids."""
 
     @_builtins.property
     def breakpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheBreakpoint]:
         """Beginnings of the prompt that eviction spares for a time; at most 16. Every use renews them. Retained chunks count
-        against the tenant's quota for pins; beyond it they are kept like any others.
+        against the tenant's quota for pins; chunks beyond that quota are not retained.
         """
 
     def __init__(
@@ -972,7 +974,7 @@ class CacheBreakpoint(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
     messages: _builtins.int
-    """Number of the chat's leading messages; tools count as part of the first one."""
+    """Number of the chat's leading messages; tools count as part of the first message."""
     tokens: _builtins.int
     """Number of leading tokens."""
     retain_seconds: _builtins.int
@@ -1014,7 +1016,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens whose KV came from the cache."""
     generated_tokens: _builtins.int
-    """Tokens generated, including the last one, such as a stop token."""
+    """Generated tokens, including the last token, even if it is a stop token."""
     approximate_tokens: _builtins.int
     """Cached tokens of approximate reuse (computed behind another prefix)."""
     recomputed_tokens: _builtins.int
@@ -1024,7 +1026,7 @@ class Usage(_message.Message):
     accepted_tokens: _builtins.int
     """Accepted draft tokens, part of the answer."""
     cache_write_tokens: _builtins.int
-    """Prompt tokens that were computed and go to the cache; 0 with skip_write."""
+    """Prompt tokens that were computed and are written to the cache; 0 with skip_write."""
     reasoning_tokens: _builtins.int
     """Generated tokens that are reasoning, with its markers."""
     def __init__(
@@ -1113,7 +1115,7 @@ class PromptPart(_message.Message):
     """Its tokens; at least 1."""
     text: _builtins.str
     """Its text, special tokens included. The texts of all parts, joined, equal the text that Detokenize returns for the
-    prompt's tokens. A character whose tokens are in two parts belongs to the later one, so a text may be empty.
+    prompt's tokens. A character whose tokens are in two parts belongs to the later part, so a text may be empty.
     """
     def __init__(
         self,
@@ -1148,7 +1150,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Natural logarithm of its probability at temperature 1, among the tokens that the grammar allows."""
     rank: _builtins.int
-    """Rank: one plus the number of more likely tokens; 0 where the token is not of a prompt."""
+    """Rank of a prompt token: one plus the number of more likely tokens. 0 for a generated token."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely tokens at this position, most likely first; their own `top` is empty."""
@@ -1197,9 +1199,9 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
-    """Why it ended."""
+    """Reason why the answer ended."""
     request_id: _builtins.str
-    """The request_id of the request, or the random one."""
+    """The request_id of the request, or a random id."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1209,10 +1211,10 @@ class GenerateResponse(_message.Message):
     it was truncated, the text that Detokenize returns for the tokens.
     """
     reasoning: _builtins.str
-    """Reasoning before the answer to a chat, where the model's chat template marks it; it is not in `text`."""
+    """Reasoning before the answer to a chat, if the model's chat template marks reasoning; `text` does not include it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, including the last one, such as a stop token."""
+        """The tokens, including the last token, even if it is a stop token."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -1250,11 +1252,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def miss(self) -> Global___MissReason:
-        """The reason why tokens of the prompt were computed; absent when all but the last one were cached."""
+        """The reason why tokens of the prompt were computed; absent when all tokens but the last were cached."""
 
     @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
-        """Of the worker that answered, if `explain` was set."""
+        """Approximate reuse of the worker that answered, if `explain` was set."""
 
     def __init__(
         self,
@@ -1318,19 +1320,19 @@ class MissReason(_message.Message):
     by: _builtins.str
     """Detail, such as the tier that evicted, or the fields in which namespaces differ; may be empty."""
     remembered_seconds: _builtins.float
-    """How far the daemon's memory of prompts and losses reaches back, in seconds; 0 when unknown."""
+    """Seconds since which the daemon remembers all prompts and losses; 0 when unknown."""
     sentence: _builtins.str
     """The reason as a sentence."""
     advice: _builtins.str
     """A sentence about a remedy; empty when there is none."""
     part: _builtins.str
-    """The part of a chat that `position` is in, such as "messages[3] (user)", "tools" or "template"; set with `explain`
-    only, and empty when unknown.
+    """The part of a chat that contains `position`, such as "messages[3] (user)", "tools" or "template"; set with
+    `explain` only, and empty when unknown.
     """
     text_before: _builtins.str
     """The prompt's text just before `position`; set with `explain` only."""
     text_after: _builtins.str
-    """The prompt's text from `position` on, its beginning; set with `explain` only."""
+    """The beginning of the prompt's text from `position` on; set with `explain` only."""
     def __init__(
         self,
         *,
@@ -1368,7 +1370,7 @@ class MissCount(_message.Message):
     requests: _builtins.int
     """Requests that computed more than the last token of their prompt."""
     tokens: _builtins.int
-    """Tokens that they computed."""
+    """Prompt tokens that these requests computed."""
     def __init__(
         self,
         *,
@@ -1401,7 +1403,7 @@ class ToolCallDelta(_message.Message):
     name: _builtins.str
     """Set in the call's first piece."""
     arguments: _builtins.str
-    """New text of its arguments."""
+    """New text of the call's arguments."""
     def __init__(
         self,
         *,
@@ -1447,7 +1449,7 @@ class GenerateStreamResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message."""
     request_id: _builtins.str
-    """The request_id of the request, or the random one. Set in the first message."""
+    """The request_id of the request, or a random id. Set in the first message."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1462,7 +1464,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last message, and with `continuous_usage` in all."""
+        """Set in the last message, and with `continuous_usage` in all messages."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -1478,7 +1480,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
-        """All of the prompt in order, if `explain` was set. Set in the first message."""
+        """The parts of the whole prompt in order, if `explain` was set. Set in the first message."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -1584,7 +1586,7 @@ class WarmResponse(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
-    """Of these, tokens that were cached before."""
+    """Of these, tokens that were already cached."""
     stored_tokens: _builtins.int
     """Tokens of the prompt that the daemon confirmed as stored."""
     def __init__(
@@ -1640,7 +1642,7 @@ class ReleaseSessionResponse(_message.Message):
 
     RELEASED_CHUNKS_FIELD_NUMBER: _builtins.int
     released_chunks: _builtins.int
-    """Removed chunks. Those that others use stay; 0 for an unknown session."""
+    """Number of removed chunks; 0 for an unknown session. Chunks that others use stay."""
     def __init__(
         self,
         *,
@@ -1666,7 +1668,7 @@ class TokenizeRequest(_message.Message):
     return_token_names: _builtins.bool
     """Return the tokens' names, too."""
     tenant_salt: _builtins.bytes
-    """As in CacheOptions: tool calls that are sent back have the tokens that the model wrote under this salt."""
+    """As in CacheOptions. Tool calls in the chat get the tokens with which the model wrote them under this salt."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The text or chat to tokenize."""
@@ -1841,7 +1843,7 @@ class GetModelResponse(_message.Message):
     model_id: _builtins.str
     """Name of the model in requests."""
     architecture: _builtins.str
-    """Its architecture's class name."""
+    """Class name of the model's architecture."""
     context_length: _builtins.int
     """Maximal tokens of prompt and answer together."""
     namespace: _builtins.bytes
@@ -1866,7 +1868,7 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
-        """Whether text is reused behind another prefix, and why or why not."""
+        """State of approximate reuse."""
 
     def __init__(
         self,
@@ -1904,9 +1906,9 @@ class ReuseAnywhere(_message.Message):
     on: _builtins.bool
     """The worker's setting, for requests that do not set reuse_anywhere."""
     verified: _builtins.bool
-    """Verification has passed: requests for which it is on reuse text anywhere."""
+    """Verification has passed; only then do requests use approximate reuse."""
     sentence: _builtins.str
-    """The state, its reason, what reuse gains and changes by the verification, and the flag: one sentence for people."""
+    """One sentence for people: the state, its reason, the measured gain and change of answers, and the flag."""
     def __init__(
         self,
         *,
@@ -1931,9 +1933,9 @@ class Numerics(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     SHARED_ACROSS_MACHINES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Hexadecimal; equal for workers that compute the same bits, on any machine."""
+    """Id in hexadecimal; equal for workers that compute the same bits, on any machine."""
     shared_across_machines: _builtins.bool
-    """The worker shares chunks with workers of other ids that also set this; a hit may then change an answer."""
+    """The worker shares chunks with workers of other ids that also set this field; a hit may then change an answer."""
     def __init__(
         self,
         *,
@@ -1988,14 +1990,15 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name in requests: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. If an adapter
-    of this name is loaded, the call changes nothing if it is the same adapter, and is refused otherwise.
+    """Name in requests: at most 96 letters, digits and . _ : / -, beginning with a letter or a digit. If the same adapter
+    is already loaded under this name, the call changes nothing. If another adapter is loaded under this name, the call
+    is refused.
     """
     path: _builtins.str
-    """Its folder below --lora-root: an absolute path, or one relative to --lora-root."""
+    """Folder of the adapter below --lora-root: an absolute path, or a path relative to --lora-root."""
     namespace: _builtins.bytes
-    """Refused unless this is the namespace of its chunks, which ensures that another worker has the same adapter.
-    Empty: any.
+    """Expected namespace of the adapter's chunks. If it differs, the call is refused; so a caller can make sure that
+    several workers have the same adapter. Empty: any namespace.
     """
     def __init__(
         self,
@@ -2142,7 +2145,7 @@ class GetStatsResponse(_message.Message):
     pool_pages: _builtins.int
     """Pages of the pool."""
     pool_free_pages: _builtins.int
-    """Pages available to a new request: free, or used by the prefix cache alone."""
+    """Pages available to a new request: free, or used only by the prefix cache."""
     page_tokens: _builtins.int
     """Tokens per page."""
     cache_attached: _builtins.bool
@@ -2160,7 +2163,7 @@ class GetStatsResponse(_message.Message):
     generated_tokens: _builtins.int
     """Tokens generated."""
     cache_failures: _builtins.int
-    """Cache failures after which a request continued without it."""
+    """Cache failures after which a request continued without the cache."""
     preemptions: _builtins.int
     """Preempted requests, to be computed again."""
     resident_sequences: _builtins.int
@@ -2196,7 +2199,7 @@ class GetStatsResponse(_message.Message):
     branched_tokens: _builtins.int
     """Accepted tokens of such branches."""
     skipping_requests: _builtins.int
-    """Requests that bypass the cache (skip_read, prompt_logprobs); in no hit ratio."""
+    """Requests that bypass the cache (skip_read, prompt_logprobs). Hit ratios do not include them."""
     skipping_tokens: _builtins.int
     """Prompt tokens of such requests."""
     bypassed_requests: _builtins.int
@@ -2217,7 +2220,7 @@ class GetStatsResponse(_message.Message):
 
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissCount]:
-        """Completed requests with a miss, by kind; kinds without one are absent."""
+        """Completed requests with a miss, by kind; kinds without a request are absent."""
 
     def __init__(
         self,
@@ -2270,7 +2273,7 @@ Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
 class StreamingStats(_message.Message):
-    """Layer streaming from disk, where not all layers are in memory. Counts are of layers."""
+    """Layer streaming from disk, for models whose layers do not all fit into memory. Counts are of layers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2286,7 +2289,7 @@ class StreamingStats(_message.Message):
     mode: _builtins.str
     """"full_resident" when no layer is streamed, "partial_resident", "ffn_only_stream" or "full_stream"."""
     resident_bytes: _builtins.int
-    """Memory of the weights: resident ones, and the slots for streamed ones."""
+    """Memory of the weights in bytes: of resident weights, and of the slots for streamed weights."""
     pass_bytes: _builtins.int
     """Bytes read in each pass over all layers."""
     hits: _builtins.int
@@ -2298,9 +2301,9 @@ class StreamingStats(_message.Message):
     read_bytes: _builtins.int
     """Bytes read."""
     read_seconds: _builtins.float
-    """Time spent reading: read_bytes over it is the speed of the disk."""
+    """Seconds spent reading; read_bytes / read_seconds is the speed of the disk."""
     wait_seconds: _builtins.float
-    """Time that forwards spent waiting."""
+    """Seconds that forward passes spent waiting."""
     def __init__(
         self,
         *,

@@ -29,8 +29,8 @@ class InferenceServiceStub(object):
     """An inference worker: one model, continuous batching, and the node's cache.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
-    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
-    field, if any.
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata names the invalid field, if
+    any, as "param".
     """
 
     def __init__(self, channel):
@@ -100,8 +100,8 @@ class InferenceServiceServicer(object):
     """An inference worker: one model, continuous batching, and the node's cache.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
-    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
-    field, if any.
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata names the invalid field, if
+    any, as "param".
     """
 
     def Generate(self, request, context):
@@ -126,7 +126,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseSession(self, request, context):
-        """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model.
+        """Removes the chunks that only one session has used, for example when an agent ends. NOT_FOUND for an unknown model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,8 +176,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
-        unknown adapter.
+        """Unloads an adapter and ends its requests. The adapter may have been loaded by a call or at the start. Restricted
+        like LoadAdapter; NOT_FOUND for an unknown adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -253,8 +253,8 @@ class InferenceService(object):
     """An inference worker: one model, continuous batching, and the node's cache.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
-    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
-    field, if any.
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata names the invalid field, if
+    any, as "param".
     """
 
     @staticmethod

@@ -30,8 +30,8 @@ class InferenceServiceStub:
     """An inference worker: one model, continuous batching, and the node's cache.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
-    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
-    field, if any.
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata names the invalid field, if
+    any, as "param".
     """
 
     @_typing.overload
@@ -45,7 +45,7 @@ class InferenceServiceStub:
     Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
     """Prefills a prompt into the cache without generating."""
     ReleaseSession: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseSessionRequest, _inference_pb2.ReleaseSessionResponse]
-    """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model."""
+    """Removes the chunks that only one session has used, for example when an agent ends. NOT_FOUND for an unknown model."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or messages into token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -61,8 +61,8 @@ class InferenceServiceStub:
     INVALID_ARGUMENT for an unusable adapter, which changes nothing.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]
-    """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
-    unknown adapter.
+    """Unloads an adapter and ends its requests. The adapter may have been loaded by a call or at the start. Restricted
+    like LoadAdapter; NOT_FOUND for an unknown adapter.
     """
 
 @_typing.type_check_only
@@ -70,8 +70,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """An inference worker: one model, continuous batching, and the node's cache.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
-    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
-    field, if any.
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata names the invalid field, if
+    any, as "param".
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -82,7 +82,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
     """Prefills a prompt into the cache without generating."""
     ReleaseSession: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseSessionRequest, _inference_pb2.ReleaseSessionResponse]  # type: ignore[assignment]
-    """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model."""
+    """Removes the chunks that only one session has used, for example when an agent ends. NOT_FOUND for an unknown model."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or messages into token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -98,16 +98,16 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     INVALID_ARGUMENT for an unusable adapter, which changes nothing.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
-    unknown adapter.
+    """Unloads an adapter and ends its requests. The adapter may have been loaded by a call or at the start. Restricted
+    like LoadAdapter; NOT_FOUND for an unknown adapter.
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """An inference worker: one model, continuous batching, and the node's cache.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
-    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
-    field, if any.
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata names the invalid field, if
+    any, as "param".
     """
 
     @_abc_1.abstractmethod
@@ -140,7 +140,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ReleaseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ReleaseSessionResponse, _abc.Awaitable[_inference_pb2.ReleaseSessionResponse]]:
-        """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model."""
+        """Removes the chunks that only one session has used, for example when an agent ends. NOT_FOUND for an unknown model."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -198,8 +198,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.UnloadAdapterResponse, _abc.Awaitable[_inference_pb2.UnloadAdapterResponse]]:
-        """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
-        unknown adapter.
+        """Unloads an adapter and ends its requests. The adapter may have been loaded by a call or at the start. Restricted
+        like LoadAdapter; NOT_FOUND for an unknown adapter.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
