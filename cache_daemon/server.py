@@ -181,7 +181,7 @@ def _metrics(snapshots: StatsSnapshots, config: DaemonConfig) -> Iterator[None]:
         yield
         return
     # Imported only if needed: the import is slow, and a restart should be fast.
-    from cache_daemon.observability.prometheus_collector import serve_metrics
+    from cache_daemon.observability.metrics_server import serve_metrics
 
     with serve_metrics(snapshots, config.metrics_port, config.metrics_host):
         yield

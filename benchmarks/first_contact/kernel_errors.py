@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from kvkernels import awq_dequantize, kv_pack_reference
+from kvkernels import awq_layout, kv_pack_reference
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
 from kvkernels.cuda.cuda_attention import (
     HEAD_DIMS,
@@ -299,7 +299,7 @@ def _repacked(device: ContactDevice, layer: Sequence[Tensor]) -> awq_gemm.AwqWei
 
 def _awq_products(device: ContactDevice, dtype: torch.dtype, group: int) -> float:
     layer = _awq(dtype, group)
-    packed, weight, errors = _repacked(device, layer), awq_dequantize.reference_weight(*layer).double(), []
+    packed, weight, errors = _repacked(device, layer), awq_layout.reference_weight(*layer).double(), []
     for rows, splits in ((1, None), (3, 3), (8, 1), (16, 2), (40, None)):
         x = torch.randn(rows, 640, generator=torch.Generator().manual_seed(rows)).to(dtype)
         got = awq_gemm.gemm(device.kernels, x.to(device.torch), packed, splits)
@@ -309,6 +309,4 @@ def _awq_products(device: ContactDevice, dtype: torch.dtype, group: int) -> floa
 
 def _awq_weights(device: ContactDevice, dtype: torch.dtype, group: int) -> float:
     layer = _awq(dtype, group)
-    return relative(
-        awq_gemm.dequantize(device.kernels, _repacked(device, layer)), awq_dequantize.reference_weight(*layer)
-    )
+    return relative(awq_gemm.dequantize(device.kernels, _repacked(device, layer)), awq_layout.reference_weight(*layer))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kvkernels import awq_dequantize
+from kvkernels import awq_layout
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
 from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
@@ -226,7 +226,7 @@ def _products(device: ContactDevice, times: KernelTimes, size: int) -> None:
     scales = (torch.rand(size // 128, size, device=place) * 0.01).bfloat16()
     one = awq_gemm.repack(words, zeros, scales)
     packed = [awq_gemm.AwqWeights(one.codes.clone(), one.scales.clone(), one.zeros.clone(), one.group) for _ in several]
-    full = [awq_dequantize.reference_weight(words, zeros, scales).t().contiguous() for _ in several]
+    full = [awq_layout.reference_weight(words, zeros, scales).t().contiguous() for _ in several]
     codes = torch.randint(0, 255, (size, size // 2), dtype=torch.uint8, device=place)
     scales_zeros = torch.stack((scales, torch.zeros_like(scales)), -1).contiguous()
     convert = getattr(torch, "_convert_weight_to_int4pack" + ("" if on_gpu else "_for_cpu"))

@@ -1,4 +1,4 @@
-"""HTTP server of the metrics port, with limits on connections and their duration."""
+"""Prometheus endpoint of the daemon: an HTTP server with limits on connections and their duration."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.telemetry.build_info import BuildInfoCollector
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from cache_daemon.observability.prometheus_collector import StoreCollector
+from cache_daemon.observability.stats_snapshot import StatsSnapshots
 
 MAX_CONNECTIONS = 16
 # Idle timeout and maximal duration of a connection.
@@ -59,3 +67,26 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error: a connection that ends early is no error of the daemon."""
+
+
+@contextmanager
+def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
+    """Serve ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
+    registry = CollectorRegistry()
+    registry.register(BuildInfoCollector("daemon"))
+    registry.register(StoreCollector(snapshots))
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server = MetricsServer((str(address[0]), port), family, make_wsgi_app(registry))
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port or --metrics-host"
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-from kvsidecar.errors import ConfigurationError
-from kvsidecar.telemetry.build_info import BuildInfoCollector
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES, SECONDS
-from cache_daemon.observability.metrics_server import MetricsServer
 from cache_daemon.observability.reuse_metrics import COUNTERS as COUNTERS_OF_REUSE
 from cache_daemon.observability.reuse_metrics import MISSES, ReuseLabels
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
@@ -70,26 +63,3 @@ class StoreCollector:
                 for kind, count in list(getattr(counts, name).items()):
                     family.add_metric((*labels, kind), count)
             yield family
-
-
-@contextmanager
-def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
-    """Serve ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
-    registry = CollectorRegistry()
-    registry.register(BuildInfoCollector("daemon"))
-    registry.register(StoreCollector(snapshots))
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        server = MetricsServer((str(address[0]), port), family, make_wsgi_app(registry))
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port or --metrics-host"
-        ) from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -208,7 +208,7 @@ class Engine:
     def load(self) -> tuple[int, int, int]:
         """Number of sequences that are running, waiting, and being saved."""
         core = self._core
-        waiting = self._events.num_pending_requests + len(core.waiting) + len(core.preemption_saver.sequences)
+        waiting = self._events.num_pending_requests + len(core.waiting) + len(core.preempted_kv_saver.sequences)
         return len(core.running) + len(core.loading), waiting, len(core.saving) + core.window_releaser.num_orphans
 
     def stop(self) -> None:
@@ -301,7 +301,7 @@ class Engine:
         Computes nothing and frees no blocks.
         """
         core = self._core
-        for sequence in [*core.waiting, *core.running, *core.loading, *core.preemption_saver.sequences]:
+        for sequence in [*core.waiting, *core.running, *core.loading, *core.preempted_kv_saver.sequences]:
             sequence.queue.abort_error = error  # the connector stops loading it
             emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=error))
         for sequence in list(core.saving):  # the answer is complete; only the result of its save is missing
@@ -326,7 +326,9 @@ class Engine:
         core = self._core
         for sequence in [s for s in (*core.running, *core.waiting) if s.request.adapter is adapter]:
             core.fail(sequence, error)
-        for sequence in [s for s in (*core.loading, *core.preemption_saver.sequences) if s.request.adapter is adapter]:
+        for sequence in [
+            s for s in (*core.loading, *core.preempted_kv_saver.sequences) if s.request.adapter is adapter
+        ]:
             sequence.queue.abort_error = error
             self._cache.forget(sequence)
 

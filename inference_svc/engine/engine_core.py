@@ -42,7 +42,7 @@ from inference_svc.sampling.sampler import LogitsNotFinite
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.admission import Admission
 from inference_svc.scheduling.batch_builder import BatchBuilder, BatchServices
-from inference_svc.scheduling.preemption_saver import PreemptionSaver
+from inference_svc.scheduling.preempted_kv_saver import PreemptedKVSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.recompute_queue import RecomputeQueue
 from inference_svc.scheduling.window_release import WindowReleaser
@@ -96,7 +96,7 @@ class EngineCore:
         self.window_releaser = WindowReleaser(
             pool, connector, lambda sequence, stored: post(PartialSaveFinished(sequence, stored))
         )
-        self.preemption_saver = PreemptionSaver(
+        self.preempted_kv_saver = PreemptedKVSaver(
             pool, connector, lambda sequence, stored: post(PreemptionSaved(sequence, stored))
         )
         self._corrupt_hits = CorruptHits(pool, self.prefix_cache, connector, stats)
@@ -106,7 +106,7 @@ class EngineCore:
             pool,
             self.prefix_cache,
             self.window_releaser,
-            self.preemption_saver,
+            self.preempted_kv_saver,
             self.prefill_budget,
             services.speculator,
             limits.max_num_batched_tokens,
@@ -123,12 +123,12 @@ class EngineCore:
         """True if the next step has work without a further event."""
         if self._stuck:
             return False
-        elsewhere = self.loading or self.saving or self.window_releaser.busy or self.preemption_saver.sequences
+        elsewhere = self.loading or self.saving or self.window_releaser.busy or self.preempted_kv_saver.sequences
         return bool(self.running) or bool(self.waiting and not elsewhere)
 
     def live(self) -> list[Sequence]:
         """Sequences with blocks."""
-        return [*self.running, *self.loading, *self.saving, *self.preemption_saver.sequences]
+        return [*self.running, *self.loading, *self.saving, *self.preempted_kv_saver.sequences]
 
     def count_free_pages(self) -> int:
         """Number of blocks that are free, or only in the prefix cache."""
@@ -163,7 +163,7 @@ class EngineCore:
             case PartialSaveFinished(sequence, stored):
                 self.window_releaser.finish_save(sequence, stored)
             case PreemptionSaved(sequence, stored):
-                self.preemption_saver.finish(sequence, stored)
+                self.preempted_kv_saver.finish(sequence, stored)
                 self._requeue(sequence)
             case ProbeFinished(sequence, tokens):
                 sequence.queue.num_matched = tokens
@@ -369,7 +369,7 @@ class EngineCore:
         """Preempts a sequence: stores its tokens, frees its blocks, and puts it at the front of the queue."""
         self._remove(sequence)
         self._stats.preemptions += 1
-        if not self.preemption_saver.save(sequence):
+        if not self.preempted_kv_saver.save(sequence):
             self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:

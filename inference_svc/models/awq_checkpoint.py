@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kvkernels import awq_dequantize, ops
+from kvkernels import awq_layout, ops
 from kvkernels.cpu import quantized_gemm
 from kvkernels.cpu.quantized_gemm import QuantizedWeight
 from kvkernels.cuda import awq_gemm
@@ -104,7 +104,7 @@ def cpu_linears(dtype: torch.dtype) -> LinearFactory:
         bias = None if bias is None else bias.to(dtype)
         if isinstance(parts, QuantizedWeight):
             return QuantizedLinear(parts, bias)
-        codes, zeros = (awq_dequantize.unpack_columns(part).t().contiguous() for part in parts[:2])
+        codes, zeros = (awq_layout.unpack_columns(part).t().contiguous() for part in parts[:2])
         scales = parts[2].t()
         if not torch.equal(scales.half().to(scales.dtype), scales):
             return None  # the kernel's float16 scales cannot represent these scales
@@ -282,7 +282,7 @@ def dequantize(parts: PackedWeight) -> Tensor:
     if isinstance(parts, QuantizedWeight):
         return quantized_gemm.dequantize(parts)
     words, zeros, scales = parts
-    return awq_dequantize.reference_weight(words, zeros, scales.float())
+    return awq_layout.reference_weight(words, zeros, scales.float())
 
 
 def _repacked(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> awq_gemm.AwqWeights | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvkernels.awq_dequantize import pack_columns
+from kvkernels.awq_layout import pack_columns
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kvkernels.awq_dequantize import pack_columns
+from kvkernels.awq_layout import pack_columns
 from torch import Tensor
 
 # Group sizes: inputs that share a scale and a zero. A model uses the first size that divides every layer's inputs.

@@ -19,7 +19,7 @@ from inference_svc.kv_pool.prefix_cache import PrefixCache
 from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.context_limits import LOOKAHEAD_TOKENS
-from inference_svc.scheduling.preemption_saver import PreemptionSaver
+from inference_svc.scheduling.preempted_kv_saver import PreemptedKVSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.window_release import WindowReleaser
 from inference_svc.sequence.prompt_logprobs import row_budget, rows_to_score
@@ -36,7 +36,7 @@ class BatchServices:
     pool: KVPool
     prefix_cache: PrefixCache
     window_releaser: WindowReleaser
-    preemption_saver: PreemptionSaver
+    preempted_kv_saver: PreemptedKVSaver
     prefill_budget: PrefillBudget
     speculator: Speculator
     max_batch_tokens: int  # maximum rows of a step, not counting draft tokens
@@ -105,7 +105,7 @@ class BatchBuilder:
             end, to_score = kv.num_computed + count, rows_to_score(sequence, count)
             if not self._grow(kv.table, end):
                 # Fewer blocks are free than were counted. If saves will soon free blocks, the sequence skips a step.
-                if not (services.preemption_saver.sequences or services.window_releaser.busy or batch.preempted):
+                if not (services.preempted_kv_saver.sequences or services.window_releaser.busy or batch.preempted):
                     batch.preempted.append(sequence)
                 continue
             try:
@@ -147,7 +147,7 @@ class BatchBuilder:
     @property
     def _pending_pages(self) -> int:
         """Number of blocks that will be free after the pending saves."""
-        return self._services.preemption_saver.pending_pages + self._services.window_releaser.pending_pages
+        return self._services.preempted_kv_saver.pending_pages + self._services.window_releaser.pending_pages
 
     def _schedule(
         self, sequences: list[Sequence], drafts: dict[Sequence, Draft], max_rows: dict[Sequence, int]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvkernels import awq_dequantize, ops
+from kvkernels import awq_layout, ops
 from kvkernels.cuda import awq_gemm
 from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 
@@ -54,7 +54,7 @@ def test_reference_and_kernel_attend_alike(emulated: Emulated, window: int, soft
 def test_reference_and_kernel_multiply_alike(emulated: Emulated) -> None:
     words = layer(128, 64, 64, torch.float16)
     packed = awq_gemm.repack(*words)
-    assert torch.equal(awq_gemm.dequantize_reference(packed), awq_dequantize.reference_weight(*words))
+    assert torch.equal(awq_gemm.dequantize_reference(packed), awq_layout.reference_weight(*words))
     x, *_ = awq_arguments()
     assert isinstance(x, torch.Tensor)
     product = ops.awq_gemm(*awq_arguments())

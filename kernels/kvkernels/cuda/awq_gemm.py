@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkernels.awq_dequantize import unpack_columns
+from kvkernels.awq_layout import unpack_columns
 from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
 from kvkernels.device.visible_devices import device_of, is_device
 

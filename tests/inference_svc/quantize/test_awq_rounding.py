@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvkernels import awq_dequantize
+from kvkernels import awq_layout
 
 from inference_svc.quantize.awq_rounding import fake_quantize, quantize_weight
 from inference_svc.quantize.scale_search import InputStats, best_scale, best_shrink, output_error
@@ -80,9 +80,9 @@ def test_weights_are_rounded_to_the_nearest_code_and_zero_stays(seed: int, shift
 def test_what_is_written_is_read_to_the_bit() -> None:
     found = quantize_weight(drawn(1)[0], 32)
     parts = found.parts()
-    assert torch.equal(awq_dequantize.unpack_columns(parts["qweight"]).t(), found.codes)
-    assert torch.equal(awq_dequantize.unpack_columns(parts["qzeros"]).t(), found.zeros)
-    wide = awq_dequantize.reference_weight(parts["qweight"], parts["qzeros"], parts["scales"].float())
+    assert torch.equal(awq_layout.unpack_columns(parts["qweight"]).t(), found.codes)
+    assert torch.equal(awq_layout.unpack_columns(parts["qzeros"]).t(), found.zeros)
+    wide = awq_layout.reference_weight(parts["qweight"], parts["qzeros"], parts["scales"].float())
     assert torch.equal(wide, found.dense())
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvkernels import awq_dequantize
+from kvkernels import awq_layout
 from kvkernels.cuda import awq_gemm
 
 from tests.kvkernels.emulated.conftest import Emulated
@@ -19,7 +19,7 @@ def layer(inputs: int, outputs: int, group: int, dtype: torch.dtype) -> tuple[to
 
 def test_a_word_holds_columns_in_autoawq_s_order() -> None:
     word = sum(column << 4 * nibble for nibble, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
-    assert awq_dequantize.unpack_columns(torch.tensor([[word]], dtype=torch.int64).to(torch.int32)).tolist() == [
+    assert awq_layout.unpack_columns(torch.tensor([[word]], dtype=torch.int64).to(torch.int32)).tolist() == [
         list(range(8))
     ]
 
@@ -32,7 +32,7 @@ def test_repacked_weights_are_the_same_weights(
 ) -> None:
     words, zeros, scales = layer(inputs, outputs, group, dtype)
     got = awq_gemm.dequantize(emulated, awq_gemm.repack(words, zeros, scales))
-    assert torch.equal(got, awq_dequantize.reference_weight(words, zeros, scales))
+    assert torch.equal(got, awq_layout.reference_weight(words, zeros, scales))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -45,7 +45,7 @@ def test_products_equal_those_in_float64(
     words, zeros, scales = layer(640, 128, group, dtype)
     x = torch.randn(rows, 640, generator=torch.Generator().manual_seed(rows)).to(dtype)
     got = awq_gemm.gemm(emulated, x, awq_gemm.repack(words, zeros, scales), splits)
-    expected = x.double() @ awq_dequantize.reference_weight(words, zeros, scales).double().t()
+    expected = x.double() @ awq_layout.reference_weight(words, zeros, scales).double().t()
     error = (got.double() - expected).abs().max() / expected.abs().max()
     assert error <= TOLERANCE[dtype]
 
@@ -53,7 +53,7 @@ def test_products_equal_those_in_float64(
 def test_volta_multiplies_as_well(volta: Emulated) -> None:
     words, zeros, scales = layer(256, 64, 128, torch.float16)
     x = torch.randn(5, 256).half()
-    expected = x.double() @ awq_dequantize.reference_weight(words, zeros, scales).double().t()
+    expected = x.double() @ awq_layout.reference_weight(words, zeros, scales).double().t()
     got = awq_gemm.gemm(volta, x, awq_gemm.repack(words, zeros, scales), 2)
     assert (got.double() - expected).abs().max() / expected.abs().max() <= 1e-3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvkernels import awq_dequantize
+from kvkernels import awq_layout
 from kvkernels.cuda import awq_gemm, cuda_sources, emulator
 from kvkernels.cuda.cuda_library import KernelLaunchError
 
@@ -39,7 +39,7 @@ def attends(emulated: Emulated) -> None:
 def multiplies(emulated: Emulated) -> None:
     words, zeros, scales = layer(256, 64, 64, torch.float16)
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).half()
-    expected = x.double() @ awq_dequantize.reference_weight(words, zeros, scales).double().t()
+    expected = x.double() @ awq_layout.reference_weight(words, zeros, scales).double().t()
     for schedule in SCHEDULES:
         emulated.schedule(schedule)
         got = awq_gemm.gemm(emulated, x, awq_gemm.repack(words, zeros, scales), 1)

@@ -1,4 +1,4 @@
-"""Preemption saver: stores a preempted sequence's keys and values before its blocks are freed."""
+"""Preempted KV saver: stores a preempted sequence's keys and values before its blocks are freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = structlog.get_logger("engine")
 _MIN_SAVED_TOKENS = 128
 
 
-class PreemptionSaver:
+class PreemptedKVSaver:
     """Saves of preempted sequences. Only the engine's thread uses it.
 
     The connector calls ``on_saved`` on another thread, with the stored prefix, or None if the save failed.

@@ -1,4 +1,4 @@
-"""AWQ dequantization: AutoAWQ's packed 4-bit weights to codes and to weights.
+"""AWQ layout: AutoAWQ's packed 4-bit weights to codes and back, and the reference of their dequantization.
 
 AutoAWQ's GEMM format: ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[in / group, out / 8]``, ``scales``
 ``[in / group, out]``; nibble i of a word holds column ``[0, 2, 4, 6, 1, 3, 5, 7][i]``; ``W = (q - zero) * scale``.

@@ -48,7 +48,7 @@ def test_cancelled_while_it_is_stored_it_ends(want: list[list[int]]) -> None:
     engine = windowed(PLAIN, tokens=1504, slow=slow, prefix_cache_sequences=0)
     requests = [engine.request(ids, 200) for ids in PROMPTS]
     slow.wait()
-    leaving = engine.engine._core.preemption_saver.sequences
+    leaving = engine.engine._core.preempted_kv_saver.sequences
     assert leaving
     for request in requests[1:]:
         engine.engine.cancel(request.sequence)
