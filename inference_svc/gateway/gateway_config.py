@@ -1,4 +1,4 @@
-"""The gateway's settings: flags over ``KVSIDECAR_GATEWAY_*`` over file over defaults."""
+"""Settings of the gateway; flags override ``KVSIDECAR_GATEWAY_*``, then the file, then defaults."""
 
 from __future__ import annotations
 
@@ -182,10 +182,10 @@ class GatewayConfig(BaseSettings):
 
     @property
     def for_this_machine(self) -> bool:
-        """Return whether it listens on a loopback address."""
+        """Return whether the gateway listens on a loopback address."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name
+        except ValueError:  # a host name
             return False
 
     @property
