@@ -101,7 +101,7 @@ def measure_kernels(device: ContactDevice, rows: RowFile) -> None:
 
 
 def _buffers(device: ContactDevice, size_bytes: int) -> range:
-    """Return a range with so many buffers of this size that the L2 cache cannot hold all."""
+    """Return the indices of buffers of this size, which together exceed the L2 cache."""
     return range(min(_MAX_BUFFERS, -(-_ROTATED_BYTES // size_bytes)) if isinstance(device, GpuDevice) else 1)
 
 
