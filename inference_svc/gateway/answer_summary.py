@@ -1,4 +1,4 @@
-"""Summary of an answer: a node's token counts, for the log of the fleet gateway.
+"""Summary of an answer: fields of the node's log line, for the log of the fleet gateway.
 
 A gateway that sends the header ``X-KVSidecar-Summary`` gets the summary back. A complete answer has the summary in a
 header of the same name; a stream ends with the summary as a comment, which readers of events ignore. The summary

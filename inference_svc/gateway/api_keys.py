@@ -80,7 +80,7 @@ class ApiKeys:
     def salt(self, scope: Scope, asked: str) -> str:
         """Return the salt for a request that asks for the salt ``asked``.
 
-        A tenant's key gets one of the tenant's own salts; every other caller gets ``asked``.
+        A tenant's key may use only the tenant's own salts. Every other caller, and an operator's key, gets ``asked``.
 
         Raises PermissionDenied, InvalidRequest.
         """

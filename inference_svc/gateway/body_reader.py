@@ -66,7 +66,7 @@ class BodyReader:
         """Return the bytes and the number of their JSON values. Raises InvalidRequest, Overloaded.
 
         If a body exceeds a limit of the budget or the scanner, the gateway receives and drops the rest of it before it
-        sends the error. A client would not read an error that closes the connection while the client still sends.
+        sends the error. If the connection closed while a client still sends, the client would not read the error.
         """
         size, parts, scanner = 0, list[bytes](), JsonScanner()
         refusal: KVSidecarError | None = None
