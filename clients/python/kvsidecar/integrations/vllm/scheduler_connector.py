@@ -202,7 +202,7 @@ class SchedulerConnector:
         )
 
     def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
-        """Start a lookup for all ranks on a thread. Return None if no chunk of the prompt can be stored."""
+        """Start a lookup for all ranks on a thread. Return None if the daemon cannot have a chunk of the prompt."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
         if salt is None or most < self._block or not self._ranks or not self._loads:
