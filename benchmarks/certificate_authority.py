@@ -24,7 +24,7 @@ class IssuedCertificate:
 
 
 class CertificateAuthority:
-    """Issues certificates; ``ca`` is its own certificate's file."""
+    """Issues certificates; ``ca`` is the file of the authority's own certificate."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ class CertificateAuthority:
     def issue(
         self, name: str, *, hosts: tuple[str, ...] = (), uris: tuple[str, ...] = (), from_day: int = -1, to_day: int = 1
     ) -> IssuedCertificate:
-        """Issue a certificate for ``name``, valid between two days from now, in files of that name."""
+        """Issue a certificate for ``name``, in files of that name. The two times of its validity are days from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = self._certificate(subject, key, from_day, to_day)

@@ -10,18 +10,18 @@ from typing import Any
 
 from benchmarks import report
 
-Job = tuple[str, int]  # task, prompt number
+Job = tuple[str, int]  # task, and index of the prompt
 
 
 class CheckpointedResults:
-    """JSON lines file, one line ``[job, {arm: fields}]`` per prompt; the first line identifies the run.
+    """File of JSON lines. The first line identifies the run; each further one is ``[job, {arm: fields}]`` of a prompt.
 
-    Without a path it stores nothing.
+    Without a path, the class stores nothing.
     """
 
     def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
         self._path = path
-        # A run with another number of prompts reuses the stored results.
+        # These options do not change a prompt's results, so a run with other values reuses the file.
         ignored = ("out", "processes", "threads", "quick", "n", "n_exact")
         self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
 
@@ -34,13 +34,13 @@ class CheckpointedResults:
                 report.console.print(f"[dim]{self._path} belongs to other settings and is rewritten[/dim]")
                 return
             for line in file:
-                if not line.endswith("\n"):  # truncated line
+                if not line.endswith("\n"):  # the run ended in the middle of this line
                     return
                 (name, number), arms = json.loads(line)
                 yield (name, number), arms
 
     def write(self, found: list[tuple[Job, dict[str, dict[str, Any]]]]) -> None:
-        """Rewrite the file, since it may end in half a line."""
+        """Write the file anew, because it may end in half a line."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._run) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Discrete-time simulation of a fleet: nodes with a cache each, a remote tier, routing.
+"""Simulation of a fleet in discrete time: nodes with caches, a remote tier, and routing.
 
-A node computes one prompt after another. Time is spent queueing, loading cached tokens, fetching from the remote tier
-if that is faster than computing, and computing the rest. Writes run concurrently and cost bytes only. Decoding is not
-simulated: it runs in batches beside the prompts.
+A node computes one prompt after another. A prompt waits in the node's queue. The node then loads cached tokens, fetches
+tokens from the remote tier if that is faster than computing them, and computes all other tokens. Writes run
+concurrently, so they take no time. The simulation leaves out decoding, which runs in batches beside the prompts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RemoteWrite = Literal["second-use", "all", "never"]
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Measured costs.
+    """Measured costs of a node.
 
-    Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it.
+    A token takes ``token_seconds`` to compute, plus ``pair_seconds`` for each token before it.
     """
 
     token_seconds: float
@@ -45,7 +45,7 @@ class MeasuredCosts:
     token_bytes: int
 
     def compute(self, before: int, tokens: int) -> float:
-        """Return the seconds for ``tokens`` tokens after ``before`` others."""
+        """Return the seconds to compute ``tokens`` tokens that follow ``before`` tokens."""
         pairs = (before + tokens) ** 2 - before**2
         return self.token_seconds * tokens + self.pair_seconds * pairs / 2
 
@@ -54,7 +54,7 @@ class MeasuredCosts:
 
 
 class RemoteTier:
-    """Remote tier of unlimited size; values are written at their second use, at once, or never."""
+    """Remote tier of unlimited size. ``write`` says when a block is written: at its second use, at once, or never."""
 
     def __init__(self, write: RemoteWrite, token_bytes: int) -> None:
         self._write, self._token_bytes = write, token_bytes
@@ -62,7 +62,7 @@ class RemoteTier:
         self.read_bytes = self.written_bytes = 0
 
     def behind(self, path: Sequence[Block], local: int) -> int:
-        """Count the contiguous blocks in the tier after the first ``local`` ones."""
+        """Count the contiguous blocks that the tier has after the first ``local`` blocks of the path."""
         found = local
         while found < len(path) and path[found] in self._blocks:
             found += 1
@@ -72,7 +72,7 @@ class RemoteTier:
         self.read_bytes += tokens * self._token_bytes
 
     def used(self, path: Sequence[Block], hits: int) -> None:
-        """Record a prompt's use; its first blocks were hits."""
+        """Record the use of a prompt, whose first ``hits`` blocks were hits."""
         last = {"second-use": hits, "all": len(path), "never": 0}[self._write]
         for block in path[:last]:
             if block not in self._blocks:
@@ -82,7 +82,7 @@ class RemoteTier:
 
 @dataclass
 class SimulationResult:
-    """Result of a trace."""
+    """Result of simulating one trace."""
 
     prompt_tokens: int = 0
     local_tokens: int = 0
@@ -91,13 +91,13 @@ class SimulationResult:
     busy_seconds: float = 0.0
     ends: float = 0.0
     copies: float = 1.0
-    """Blocks in all nodes, divided by different blocks."""
+    """Mean number of nodes that have a block, over all blocks that at least one node has."""
     asked: int = 0
-    """Nodes that were queried for their cached prefix."""
+    """Number of queries for a cached prefix, over all requests and nodes."""
 
 
 class Fleet:
-    """Simulated fleet. ``capacity_blocks`` is per node; ``remote`` may be None."""
+    """Simulated fleet. ``capacity_blocks`` is the capacity of each node's cache. ``remote`` may be None."""
 
     def __init__(
         self,
@@ -112,12 +112,12 @@ class Fleet:
         self._tiers = [Tier(POLICIES[DEFAULT](), capacity_blocks) for _ in range(nodes)]
         self._free_at = [0.0] * nodes
         self._standings = [RouteCandidate(str(i), 0.0) for i in range(nodes)]
-        self._ends: list[tuple[float, int]] = []  # current requests of a node
+        self._ends: list[tuple[float, int]] = []  # (end, node) of each request in progress
         self._ring = HashRing(standing.name for standing in self._standings)
         self._random, self._outcome = random.Random(seed), SimulationResult()
 
     def run(self, arrivals: Sequence[Arrival], pace: float) -> SimulationResult:
-        """Serve the requests, stretched in time by ``pace``."""
+        """Serve the requests, whose arrival times are multiplied by ``pace``."""
         for arrival in arrivals:
             now = arrival.seconds * pace
             while self._ends and self._ends[0][0] <= now:
@@ -176,9 +176,9 @@ class Fleet:
 
 
 def _beginnings(request: Request) -> PromptPrefixHashes:
-    """Return prefix hashes as the gateway computes them.
+    """Return prefix hashes as the gateway computes them: of prefixes with 1, 2, 4... blocks.
 
-    At doubling lengths; the second block identifies a chat.
+    The second block identifies the conversation.
     """
     path = request.path
     doubling = [path[i].key for i in (2**n - 1 for n in range(len(path).bit_length())) if i < len(path)]

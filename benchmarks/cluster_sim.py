@@ -1,12 +1,14 @@
 """Simulated value of routing, replication and a remote tier in fleets of 1 to 1,000 nodes.
 
-Recorded traffic is replayed so fast that a fleet without any cache would be busy for ``--load`` of its time, whatever
-its size: many nodes serve the same trace in less time. Costs are measured: of computing and loading from the JSON of
-`benchmarks.ttft`, of fetching from that of `benchmarks.fleet`, or from a link's speed.
+The simulation replays recorded traffic. It adapts the speed to the fleet's size: without any cache, the nodes would be
+busy for the share ``--load`` of the time. The costs are measured. The costs of computing and loading come from the JSON
+of `benchmarks.ttft`; the cost of fetching comes from the JSON of `benchmarks.fleet`, or from a link's speed.
 
-routing   random: any node. load: the node with the fewest requests. owner: the node with most of the prompt, however
-          busy it is. prefix: as `kvsidecar gateway --nodes`, which trades cached tokens for less queueing.
-tier      none, or a remote tier shared by all nodes
+routing random  any node
+routing load    the node with the fewest requests
+routing owner   the node with the longest cached prefix, however busy it is
+routing prefix  as `kvsidecar gateway --nodes`, which weighs cached tokens against load
+tier            none, or a remote tier that all nodes share
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ _QUICK_REQUESTS = 1500
 def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> MeasuredCosts:
     """Fit costs to measured results.
 
-    Computing is fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` if a
-    file has that arm. Raises SystemExit for files without those.
+    The costs of computing come from all lengths of the arm ``nocache``, and the cost of loading from ``exact`` or
+    ``local``. The cost of fetching comes from ``remote_warm`` if a file has this arm, otherwise from ``gbit``. Raises
+    SystemExit if the files lack the other arms.
     """
     try:
         rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
@@ -58,7 +61,7 @@ def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int
 
 
 def _through_zero(columns: Any, seconds: Any) -> list[float]:
-    """Fit nonnegative factors of a sum through the origin; a column with a negative factor is dropped."""
+    """Fit a sum of columns with nonnegative factors and no constant. If a factor is negative, only column 0 counts."""
     found, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
     if columns.shape[1] > 1 and found.min() < 0:
         return [*_through_zero(columns[:, :1], seconds), 0.0]
@@ -69,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     costs = costs_of(options.costs, options.gbit, options.latency_ms, options.token_bytes)
     first = min(options.requests or _QUICK_REQUESTS, _QUICK_REQUESTS) if options.quick else options.requests
     traces = {trace: arrivals(trace, first or None) for trace in options.trace}
-    # The paths of the files are not recorded.
+    # The result records only the names of the files, not their paths on this machine.
     options.costs, options.trace = [file.name for file in options.costs], [Path(trace).name for trace in traces]
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"costs": {name: float(f"{value:.4g}") for name, value in vars(costs).items()}}
@@ -99,7 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pace(found: list[Arrival], costs: MeasuredCosts, nodes: int, load: float) -> float:
-    """Return the time stretch at which computing all prompts keeps the nodes busy for ``load`` of it."""
+    """Return the factor for arrival times with which computing all prompts keeps the nodes busy for ``load``."""
     seconds = sum(costs.compute(0, arrival.request.tokens) for arrival in found)
     return seconds / load / nodes / max(1e-9, found[-1].seconds)
 
@@ -122,7 +125,10 @@ def _row(outcome: SimulationResult, nodes: int, remote: RemoteTier | None) -> di
 
 
 def _worth(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return mean TTFT of the compared routings relative to prefix routing, by fleet size."""
+    """Return ratios of mean TTFT, which show the value of prefix routing, of copies, and of the remote tier.
+
+    Their names end with the trace and the number of nodes.
+    """
     by = {(r["trace"], r["nodes"], r["routing"], r["tier"]): r for r in rows}
     out: dict[str, Any] = {}
     for (trace, nodes, routing, tier), row in by.items():

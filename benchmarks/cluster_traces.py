@@ -12,13 +12,13 @@ from pathlib import Path
 
 from benchmarks.eviction_traces import BLOCK_TOKENS, KINDS, Line, Request, of_lines, read
 
-# Longest time to read, think and write; later requests count as new conversations.
+# Longest pause between two turns of a conversation. A later request counts as a new conversation.
 _MAX_PAUSE_SECONDS, _MAX_NEW_TOKENS = 600.0, 512
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Request with its arrival time, in seconds since the first one."""
+    """A request with its arrival time in seconds since the first request."""
 
     seconds: float
     request: Request
@@ -27,8 +27,8 @@ class Arrival:
 def arrivals(trace: str, requests: int | None = None) -> list[Arrival]:
     """Read a trace: ``KIND:SEED``, JSON lines, or CSV of the Azure LLM inference traces.
 
-    ``KIND:SEED`` is spread evenly over an hour; JSON lines have ``timestamp`` (ms), ``input_length`` and ``hash_ids``.
-    Raises SystemExit for any other input.
+    The requests of ``KIND:SEED`` are spread evenly over an hour. Each JSON line has ``timestamp`` (ms),
+    ``input_length`` and ``hash_ids``. Raises SystemExit for any other input.
     """
     kind, _, seed = trace.partition(":")
     if kind in KINDS and seed.isdecimal():
@@ -58,7 +58,11 @@ def _mooncake(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
 
 @dataclass
 class _Conversation:
-    """Conversation so far: tokens of its last prompt, of prompt and answer, and the ids of the prompt's blocks."""
+    """Last turn of a conversation.
+
+    ``at`` is its time in seconds. ``read`` is the number of tokens in its prompt, and ``tokens`` the number in prompt
+    and answer. ``ids`` are the ids of the prompt's blocks.
+    """
 
     at: float
     read: int
@@ -69,9 +73,9 @@ class _Conversation:
 def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
     """Read an Azure trace and infer conversations from lengths.
 
-    The traces have no texts. A prompt counts as the next turn of a conversation if it is longer than an earlier one
-    with its answer by at most ``_MAX_NEW_TOKENS``, within ``_MAX_PAUSE_SECONDS``; the nearest in length. So reuse is
-    an upper bound given by the sizes.
+    The traces have no texts. A prompt counts as the next turn of a conversation if it arrives within
+    ``_MAX_PAUSE_SECONDS`` and has up to ``_MAX_NEW_TOKENS`` more tokens than the last prompt with its answer. If
+    several conversations fit, the nearest in length counts. So the inferred reuse is an upper bound.
     """
     talks: list[_Conversation] = []
     numbers = itertools.count()
@@ -81,7 +85,7 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
         talks = [talk for talk in talks if at - talk.at <= _MAX_PAUSE_SECONDS]
         near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MAX_NEW_TOKENS]
         talk = min(near, key=lambda one: tokens - one.tokens, default=None)
-        # Whole blocks are shared; the partial last block of the earlier prompt differs.
+        # The new prompt shares the whole blocks of the earlier prompt, but not its partial last block.
         ids = talk.ids[: talk.read // BLOCK_TOKENS] if talk is not None else []
         ids = ids + [next(numbers) for _ in range(-(-tokens // BLOCK_TOKENS) - len(ids))]
         if talk is not None:

@@ -1,9 +1,9 @@
 """CPU kernels against torch's and against the machine's memory bandwidth and arithmetic.
 
-The bound is the longer of two times: reading the data at the bandwidth of a large read, and the arithmetic at the rate
-of a large product of the same dtype, both measured in the same minute. The dtype is the one in which a 16-bit model
-runs: bfloat16, or float32 on CPUs without bfloat16. Keys, values and weights are larger than any cache: each call uses
-the next layer.
+The bound is the longer of two times: the time to read the data at the bandwidth of a large read, and the time of the
+arithmetic at the rate of a large product in the same dtype. Both rates are measured in the same minute. The dtype is
+the one in which the worker runs a 16-bit model: bfloat16, or float32 on CPUs without bfloat16. Each call uses the next
+of several layers, which together are larger than any CPU cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from benchmarks.decode import bound_seconds, peak_arithmetic, read_bandwidth
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 
-# heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
+# query heads, KV heads and head dim of Qwen2.5-0.5B and Llama-3-8B
 MODELS = {"0.5b": (14, 2, 64), "8b": (32, 8, 128)}
-# outputs, inputs: Qwen2.5-0.5B's gate and up, down, and head
+# outputs and inputs of three weights of Qwen2.5-0.5B: gate and up, down, and head
 WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
 _CACHES = 300 << 20
 Implementation = Callable[[], Any]
@@ -57,9 +57,9 @@ def _weight(outputs: int, inputs: int) -> Tensor:
 
 
 class KernelComparison:
-    """Rows of measured kernels.
+    """Measures our kernels against references, and keeps a result row for each.
 
-    ``bandwidth`` (bytes/s) and ``products`` (operations/s) are the device's measured limits, the latter in ``dtype``.
+    ``bandwidth`` (bytes/s) and ``products`` (operations/s in ``dtype``) are the measured limits of the device.
     """
 
     def __init__(self, repeats: int, dtype: torch.dtype, bandwidth: float, products: float) -> None:
@@ -76,7 +76,7 @@ class KernelComparison:
         bytes_moved: float,
         operations: float = 0.0,
     ) -> None:
-        """Run and compare both. ``bytes_moved`` and ``operations`` give the bound."""
+        """Run both, compare the results, and add a row. ``bytes_moved`` and ``operations`` give the bound."""
         got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
         ours_times, reference_times = (times_us(way, self.repeats) for way in (ours, theirs))
@@ -97,7 +97,7 @@ class KernelComparison:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return the device's limits and the largest error."""
+        """Return the device's measured limits and the largest error of all rows."""
         return {
             "read_gb_per_s": round(self.bandwidth / 1e9, 1),
             "product_tflops": round(self.products / 1e12, 3),
@@ -125,7 +125,7 @@ def attention(out: KernelComparison, models: Sequence[str]) -> None:
 
 
 def _pool(model: str, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values ``[layers, kv_heads, keys, dim]`` of as many layers as exceed the caches."""
+    """Return keys and values ``[layers, kv_heads, keys, dim]``; all layers together exceed the CPU's caches."""
     _, kv_heads, dim = MODELS[model]
     layers = -(-_CACHES // (2 * kv_heads * keys * dim * dtype.itemsize))
     k, v = (torch.randn(layers, kv_heads, keys, dim, dtype=dtype) for _ in range(2))
@@ -168,7 +168,10 @@ def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, repeated: Tensor) -> dict[str, Implementation]:
-    """Return torch's implementations of causal attention; ``repeated`` is ``mask`` for each query head of a KV head."""
+    """Return torch's implementations of causal attention by name.
+
+    ``repeated`` has the rows of ``mask`` once for each query head of a KV head.
+    """
     (rows, heads, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     per_kv = heads // kv_heads
     # Query heads of a KV head as rows, so that torch reads keys once.
@@ -190,7 +193,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, repeated: Tensor) -> di
 
 
 def _fastest(ways: dict[str, Implementation]) -> str:
-    """Return the name of the fastest of several equivalent implementations on this machine."""
+    """Return the name of the implementation that is the fastest on this machine."""
     return min(ways, key=lambda name: report.median(times_us(ways[name], 3)))
 
 
@@ -232,20 +235,20 @@ def products(out: KernelComparison, weights: Sequence[tuple[int, int]]) -> None:
             x = torch.randn(rows, inputs, dtype=out.dtype)
             for layer in mine:  # the first call selects the kernel
                 layer(x)
-            # Weights count at the bits that they are stored with.
+            # The bound counts the weights at their stored size, which is 16 bits each.
             moved, operations = 2.0 * outputs * inputs, 2.0 * rows * outputs * inputs
             ours, peers = (_in_turn([partial(layer, x) for layer in layers]) for layers in (mine, theirs))
             out.add("product", f"M {rows}, {inputs} x {outputs}", ours, name, peers, moved, operations)
 
 
 def _in_turn(layers: Sequence[Implementation]) -> Implementation:
-    """Return an implementation that calls the next layer each time."""
+    """Return an implementation whose calls use the layers in turn."""
     turns = cycle(layers)
     return lambda: next(turns)()
 
 
 def moving(out: KernelComparison) -> None:
-    """Measure quantization and dequantization of 24 layers of 256 tokens."""
+    """Measure how long it takes to pack and unpack a chunk of 24 layers and 256 tokens, at 8 bits."""
     layers, tokens, (_, kv_heads, dim) = 24, 256, MODELS["0.5b"]
     header = new_header(Geometry(layers, kv_heads, dim, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
     pool = [torch.randn(layers, kv_heads, 4096, dim).bfloat16() for _ in range(2)]
@@ -275,7 +278,7 @@ def moving(out: KernelComparison) -> None:
     out.add("pack", shape, pack, "torch reference", pack_reference, moved)
     out.add("unpack", shape, unpack, "torch reference", unpack_reference, moved)
 
-    # All chunks of a prompt in one call, as in a restore.
+    # One call unpacks all chunks of a prompt, as a load does.
     count = 16
     pieces = [ChunkPlacement(header, memory, torch.arange(n * tokens, (n + 1) * tokens)) for n in range(count)]
 

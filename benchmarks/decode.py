@@ -1,9 +1,9 @@
-"""Decode speed by batch size: this engine at 16 and fewer bits, transformers, and the bound.
+"""Decode speed by batch size: our engine at 16 and fewer bits, transformers, and the bound.
 
-``bound`` is the longer of two times on this machine: reading the data of a step (all active weights, and the keys
-and values of every sequence) at the bandwidth of reading much memory on all cores; and its arithmetic at the rate of a
-large product of the same dtype. Weights count at the bits that they are stored with, 16 unless stated. A bound that is
-beaten is an estimate, and the summary says so.
+``bound`` is the longer of two times on this machine. The first is the time to read the data of a step (all active
+weights, and the keys and values of every sequence) at the bandwidth of a large read on all cores. The second is the
+time of the step's arithmetic at the rate of a large product in the same dtype. Weights count at their stored size,
+which is 16 bits unless stated. The bound is only an estimate; if a measured speed exceeds it, the summary says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def peak_arithmetic(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def bound_seconds(read_bytes: float, operations: float, bandwidth: float, arithmetic: float) -> float:
-    """Return the minimum time of a step that reads and computes this much."""
+    """Return the minimum time of a step that reads ``read_bytes`` and computes ``operations``."""
     return max(read_bytes / bandwidth, operations / arithmetic)
 
 
@@ -61,7 +61,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:
-    """Return the tokens per second of a real worker, streamed over gRPC, with all sequences decoding together."""
+    """Return the tokens per second of a real worker over gRPC, while all sequences decode together."""
 
     def one(prompt: list[int]) -> list[float]:
         parts = node.client().stream(prompt, max_tokens=length, temperature=0, ignore_eos=True, skip_cache=True)

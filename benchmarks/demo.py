@@ -1,8 +1,8 @@
-"""Demo: a text is computed once, and survives the death of a worker and of the daemon.
+"""Demo: a text is computed once, and its cache survives the kill of a worker and of the daemon.
 
-Two workers share one cache daemon. The first worker is killed during the conversation, later the daemon. Every question
-is also asked without the cache: the answers are equal, and with it no text is computed twice. At the end, SmolLM2 gets
-documents in another order, with reuse anywhere.
+Two workers share one cache daemon. During the conversation, the demo kills the first worker and later the daemon. It
+also asks every question without the cache. The answers are equal; with the cache, no text is computed twice. At the
+end, SmolLM2 answers over documents in another order, with reuse anywhere.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _table(title: str) -> Table:
 
 
 def play(node: Node, turns: list[str], answer_tokens: int, title: str) -> Story:
-    """Play a conversation turn by turn, with both kills on the way."""
+    """Play a conversation turn by turn; kill worker 0 and the daemon in between."""
     story, worker, table = Story(), 0, _table(title)
     with Live(table, console=console, refresh_per_second=8):
         for i, text in enumerate(turns):
@@ -144,7 +144,7 @@ def real_model() -> bool:
 
 
 def with_real_model() -> bool:
-    """Let SmolLM2 answer questions about a document."""
+    """Run the demo with SmolLM2, which answers questions about a document."""
     with console.status("starting a cache daemon and two workers with SmolLM2"):
         node = Node(DEFAULT, workers=2, storage_bits=16, worker_flags={"reuse_anywhere": True}).__enter__()
     try:
@@ -155,7 +155,7 @@ def with_real_model() -> bool:
 
 
 def with_built_in_model(turns: list[str], answer_tokens: int, shape: str) -> bool:
-    """Play a conversation with the built-in model, and at a real model's size."""
+    """Play a conversation with the built-in model, then one with random weights of a real model's size."""
     with console.status("starting a cache daemon and two workers with the built-in model"):
         node = Node("demo", workers=2, storage_bits=16).__enter__()
     try:

@@ -1,7 +1,7 @@
 """Demo with a real model: computes a document once, through two kills.
 
-Worker 0 is killed and worker 1 continues; then the cache daemon is killed, and a new worker 0 answers from the chunks
-on disk. Every question is also asked without the cache, and the answers must be equal, token by token.
+The demo kills worker 0, and worker 1 continues. It then kills the cache daemon, and a new worker 0 answers from the
+chunks on disk. It also asks every question without the cache; the answers must be equal, token by token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.node import Node
 
 DOCUMENT = Path(__file__).parent / "data" / "governance.md"
-# A small model answers better with one message that ends in the question.
+# The document and the question are one message, because a small model then answers better.
 _BEFORE, _BEHIND = "Read this text:\n\n", "\n\nUsing the text, answer in one short sentence. "
 QUESTIONS = (
     "How many people are on the steering council?",
@@ -45,7 +45,7 @@ class QuestionAnswers:
 
     @property
     def later(self) -> list[tuple[Completion, Completion]]:
-        """Return all but the first question, which has nothing to reuse."""
+        """Return the answers after the first question, which cannot reuse anything."""
         return list(zip(self.plain, self.warm, strict=True))[1:]
 
     @property
@@ -63,7 +63,7 @@ def document() -> str:
 
 
 def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 40) -> QuestionAnswers:
-    """Ask the questions on a node of two workers, and kill worker 0 and the daemon in between."""
+    """Ask the questions on a node with two workers; kill worker 0 and the daemon in between."""
     asked, worker, text = QuestionAnswers(), 0, document()
     console.print(
         f"The document: {len(text.split()):,} words of PEP 13, which says how Python is governed. SmolLM2 is small "
@@ -105,7 +105,7 @@ def _show(question: str, plain: Completion, warm: Completion, worker: int) -> No
 
 
 def verdict(asked: QuestionAnswers) -> bool:
-    """Print the result. True if every answer was equal and the document was computed once."""
+    """Print the result. Return True if all answers were equal and the document was computed once."""
     ok = all(asked.equal) and asked.reused > 0.9
     word = "[bold green]yes[/bold green]" if all(asked.equal) else "[bold red]NO[/bold red]"
     lines = [

@@ -29,7 +29,7 @@ def documents() -> list[str]:
 
 
 def play(node: Node, worker: int = 0, answer_tokens: int = 24) -> bool:
-    """Ask over documents in two orders. True if the second prompt's documents came from the cache."""
+    """Ask over documents in two orders. Return True if the second prompt's documents came from the cache."""
     client, texts = node.client(worker), documents()
     console.rule(f"Retrieval: {DOCUMENTS} documents in another order, with --reuse-anywhere")
     client.generate(_messages(texts, QUESTIONS[0]), max_tokens=answer_tokens, temperature=0)

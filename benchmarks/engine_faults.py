@@ -1,9 +1,12 @@
-"""Two vLLM engines on one daemon under load, with repeated SIGKILL to engines and daemon.
+"""Two vLLM engines on one daemon under load, while engines and daemon repeatedly get SIGKILL.
 
-``wrong_answers`` differ from vLLM's without a connector; ``hung_requests`` got no answer in time from a live engine;
-``failed_requests`` got an error from one, or were in an engine that died by itself; ``interrupted`` ones were in an
-engine that was killed. ``leaked`` counts leases and reservations left after the load. vLLM's own cache is too small for
-the prompts, so that the daemon is used all the time.
+wrong_answers    answers that differ from those of vLLM without a connector
+hung_requests    requests to a live engine without an answer in time
+failed_requests  requests with an error from a live engine, or in an engine that died by itself
+interrupted      requests in an engine when the benchmark killed it
+leaked           leases and reservations that remain after the load
+
+vLLM's own cache is too small for the prompts, so the engines load from the daemon all the time.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ _SETTLED_SECONDS, _DOWN_SECONDS = 30.0, 0.2
 
 
 class Load:
-    """Clients that send requests to either engine, one thread each."""
+    """Clients, one thread each. A client sends each request to a random live engine."""
 
     def __init__(
         self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], hang_seconds: float
     ) -> None:
         self._engines, self._expected, self._prompts, self._hang_seconds = engines, expected, prompts, hang_seconds
         self._over, self._lock = threading.Event(), threading.Lock()
-        self.down: set[Engine] = set()  # killed on purpose
+        self.down: set[Engine] = set()  # engines that the benchmark has killed
         self.counts: Counter[str] = Counter()
         self.reasons: list[str] = []
         self._threads: list[threading.Thread] = []
@@ -85,7 +88,7 @@ class Load:
 
 
 class FaultScenario:
-    """Engines, their daemon, and the expected answers."""
+    """Two engines, their daemon, and the expected answers."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-faults-")))
@@ -98,7 +101,8 @@ class FaultScenario:
         with recipe.plain(prefix_caching=False, block_size=_BLOCK) as plain:
             alone = [plain.ask(prompt, _ANSWER_TOKENS).ids for prompt in self.prompts]
             batched = together(plain, self.prompts, _ANSWER_TOKENS)
-        # At ties, vLLM itself answers differently in another batch.
+        # If two tokens are almost equally likely, vLLM itself may answer differently in another batch. Such prompts are
+        # left out.
         self.expected = {n: a for n, (a, b) in enumerate(zip(alone, batched, strict=True)) if a == b}
         flags = {"heartbeat_ms": 2000}
         self.node = stack.enter_context(Node(workers=0, arena_bytes="256MiB", daemon_flags=flags))
@@ -107,7 +111,7 @@ class FaultScenario:
         ]
 
     def happen(self, fault: str, load: Load) -> None:
-        """Inject one fault; return when the killed process is up again."""
+        """Inject one fault; return when the killed processes are up again."""
         if fault == "kill_daemon":
             self.node.crash_daemon()
             self.node.wait_daemon()
@@ -121,7 +125,7 @@ class FaultScenario:
             load.down.remove(engine)
 
     def leaked(self, load: Load) -> int:
-        """Return leases and reservations that are still held after the last request."""
+        """Return the number of leases and reservations that remain after the last request."""
         deadline = time.monotonic() + _SETTLED_SECONDS
         while True:
             stats = self.node.cache_stats()
@@ -167,7 +171,7 @@ def _kill(
     done: Counter[str],
     step: Callable[[], None],
 ) -> None:
-    """Inject one fault after another, each kind at least once, until the time is over."""
+    """Inject faults until the time is over, each kind at least once."""
     until, left = time.monotonic() + options.seconds, list(FAULTS)
     draw.shuffle(left)
     while time.monotonic() < until or left:

@@ -1,18 +1,20 @@
-"""vLLM with our connector against vLLM without: TTFT after restarts, overhead, equality.
+"""vLLM with our connector compared with vLLM without it: TTFT after restarts, overhead, equality.
 
-nocache                     vLLM reads a new document
-own_cache                   vLLM with its own prefix cache: a fresh question about a document that it has read
-kvsidecar                   the same with our connector, in the engine that has read the document
-kvsidecar_engine_restarted  the same after SIGKILL to the engine: everything comes from the daemon
-kvsidecar_daemon_restarted  SIGKILL to the daemon, and vLLM's own cache emptied: everything comes from its disk
-example_connector           the connector that vLLM ships, which keeps files, with vLLM's own cache emptied
+nocache                     vLLM computes a new document
+own_cache                   vLLM's own prefix cache has the document of a new question
+kvsidecar                   the same in the engine with our connector
+kvsidecar_engine_restarted  the same after SIGKILL to the engine: all chunks come from the daemon
+kvsidecar_daemon_restarted  the same after SIGKILL to the daemon, with vLLM's own cache emptied: all come from disk
+example_connector           vLLM's example connector, which stores files, with vLLM's own cache emptied
 
-Every question is fresh, and answered by two engines alternately: one with and one without a connector. ``identical`` is
-true if their greedy answers are the same. ``answers`` compares more of them, where vLLM gives the same answer alone,
-with all but the last token in its own cache, in a batch, and in a batch of another order; the others, which vLLM itself
-does not answer consistently, are counted. In bfloat16 this is no guarantee: a row's result depends on its batch. So
-vLLM without a connector is asked once more as ours is, and ``plain_different_where_sure`` counts its own differing
-answers.
+Every question is new. Two engines answer it alternately, one with a connector and one without. ``identical`` is true if
+their greedy answers are equal.
+
+``answers`` compares more answers. It asks vLLM without a connector four times: alone, with all but the last token in
+vLLM's own cache, in a batch, and in a batch of another order. vLLM is sure of an answer if all four are equal;
+``answers_different_where_sure`` counts only such prompts. In bfloat16, a sure answer may still change, because a row's
+result depends on its batch. So vLLM without a connector repeats the requests of the engine with the connector, and
+``plain_different_where_sure`` counts its own different answers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _CHECKED_TOKENS, _CHAT_TURN_TOKENS, _CHAT_ANSWER_TOKENS = 256, 200, 60
 
 
 class EnginePair:
-    """vLLM without a connector, and vLLM with ours on a daemon."""
+    """vLLM without a connector, and vLLM with our connector on a daemon."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-engines-")))
@@ -66,7 +68,7 @@ class EnginePair:
         return int(self.ours.about["block_tokens"])
 
     def turns(self, prompt: list[int], turn: int, answer: int = _ANSWER_TOKENS) -> tuple[Answer, Answer]:
-        """Return plain's answer and ours, in alternating order; waits until ours is stored."""
+        """Ask both engines, in alternating order; return plain's answer and ours after ours is stored."""
         order = (self.plain, self.ours) if turn % 2 else (self.ours, self.plain)
         found = {}
         for engine in order:
@@ -76,13 +78,13 @@ class EnginePair:
         return found[self.plain], found[self.ours]
 
     def restart(self) -> None:
-        """Kill the engine with the connector and start it again; warm-up is done when this returns."""
+        """Kill the engine with the connector, start it again, and warm it up."""
         self.ours.restart()
         self.ours.ask([7] * QUESTION_TOKENS, 2)
 
 
 class TokenSource:
-    """Source of unseen token ids."""
+    """Source of random token ids that no engine has seen."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -92,7 +94,7 @@ class TokenSource:
 
 
 class ArmTimes:
-    """Times by arm and length, and whether the two engines agreed."""
+    """Answers by arm and length, each with the information whether both engines gave the same one."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], list[tuple[Answer, bool]]] = {}
@@ -145,7 +147,7 @@ def ttft(
     if options.example:
         try:
             summary |= example(pair, documents, draw, times, step)
-        except (EngineDied, RequestFailed) as why:  # the other results are still useful
+        except (EngineDied, RequestFailed) as why:  # keep the other results
             summary["missing"] = {"example_connector": _last_line(why)}
     for context in options.context_tokens:
         restarted = report.median(times.ttft("kvsidecar_engine_restarted", context))
@@ -162,7 +164,7 @@ def example(
 ) -> dict[str, Any]:
     """Measure vLLM's example connector, which writes files while the request waits.
 
-    It alternates with vLLM's own cache, as our arms do, because the machine's speed drifts over hours.
+    Its requests alternate with requests to vLLM's own cache, because the machine's speed drifts over hours.
     """
     ratios: dict[int, list[float]] = {}
     with pair.recipe.example(pair.scratch / "files") as engine:
@@ -184,9 +186,10 @@ def _last_line(why: Exception) -> str:
 
 
 def overhead(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
-    """Measure unique prompts, new ones for each engine.
+    """Measure the connector's overhead with prompts that occur only once.
 
-    One at a time for TTFT; several concurrently, in a closed loop until everything is stored, for tokens per second.
+    For TTFT, one request runs at a time. For tokens per second, several run concurrently in a closed loop, and the
+    clock stops when all chunks are stored.
     """
     ratios, rates = [], []
     for turn in range(options.pairs):
@@ -218,15 +221,15 @@ def overhead(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, s
 
 
 def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Return concurrent answers to all prompts."""
+    """Ask all prompts concurrently; return the answers."""
     size = len(prompts)
     with ThreadPoolExecutor(size) as pool:
         return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens, together=size), prompts)]
 
 
 def answers(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
-    """Compare our answers with plain's: cold, and after a restart."""
-    # Whole blocks and a token: of a cached prompt only that token is computed.
+    """Compare our answers with plain's, without cached tokens and after a restart."""
+    # A prompt has whole blocks and one token more, so that the engine computes only this token of a cached prompt.
     shared = draw(_CHECKED_TOKENS // 2)
     prompts = [shared + draw(_CHECKED_TOKENS // 2 + 1) for _ in range(options.answers)]
     size = pair.recipe.sequences
@@ -272,7 +275,7 @@ def answers(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, st
 def chat(
     pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Run a chat that continues in a new engine after a kill, before every second turn."""
+    """Run a chat; before every second turn, kill the engine and continue in a new one."""
     history: list[int] = []
     rows, same = [], True
     for turn in range(options.turns):
@@ -281,7 +284,8 @@ def chat(
         known, prompt = max(0, len(history) - 1), history + draw(_CHAT_TURN_TOKENS)
         plain, ours = pair.turns(prompt, turn, _CHAT_ANSWER_TOKENS)
         same = same and plain.ids == ours.ids
-        # Whole blocks; at least one token is computed, and an answer's last token has no keys.
+        # Only whole blocks can be reused. The engine computes at least one token, and it never computed the keys of an
+        # answer's last token.
         ideal = min(known, len(prompt) - 1) // pair.block * pair.block
         rows.append(
             {

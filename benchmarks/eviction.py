@@ -1,6 +1,7 @@
 """Token hit ratio of a tier on a trace, by eviction policy and capacity.
 
-A token is a hit if its block and all blocks before it are in the tier. ``belady`` knows the future: the upper bound.
+A token is a hit if its block and all blocks before it are in the tier. ``belady`` knows the future, so it is the upper
+bound.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the default's lead over the best other policy and its share of the bound, by capacity."""
+    """Return the default policy's lead over the best other policy, and its share of the bound, by capacity."""
     out: dict[str, Any] = {"default_policy": DEFAULT}
     for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
         ratios = {row["policy"]: row["token_hit_ratio"] for row in rows if row["capacity_blocks"] == capacity}

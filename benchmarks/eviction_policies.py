@@ -1,7 +1,7 @@
 """Eviction policies that the benchmark compares with the daemon's: LFU, S3-FIFO and GDSF.
 
-The daemon offers ``gittins`` and ``lru`` only: on no measured trace did another policy hit more than 0.001 of the
-tokens more often than ``gittins`` (docs/eviction.md).
+The daemon offers only ``gittins`` and ``lru``. On every measured trace, the token hit ratio of each other policy
+exceeds the ratio of ``gittins`` by at most 0.001 (docs/eviction.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Held:
 
 
 class Ranked(ABC):
-    """Base of policies that evict the lowest rank, and among equals the least recently used."""
+    """Base of policies that evict the entry of the lowest rank; among equal ranks, the least recently used one."""
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
@@ -41,7 +41,7 @@ class Ranked(ABC):
 
     @abstractmethod
     def rank(self, entry: Entry, uses: int) -> float:
-        """Return the rank of an entry at its ``uses``-th use since insertion; nondecreasing in ``uses``."""
+        """Return the rank of an entry after ``uses`` uses since its insertion. More uses must not lower the rank."""
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         return True
@@ -97,10 +97,10 @@ class LeastFrequentlyUsed(Ranked):
 
 
 class GreedyDualSizeFrequency(Ranked):
-    """Evicts the entry that saves the fewest seconds of prefill per byte, times its uses (GDSF).
+    """Evicts by uses times saved seconds of prefill per byte (GDSF, Cherkasova 1998).
 
-    The rank of the last victim is added to later ranks, which ages old entries (Cherkasova 1998; with equal seconds per
-    byte, LFU with ageing).
+    New ranks include the rank of the last victim, so old entries age. If all entries save equal seconds per byte, this
+    is LFU with ageing.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class _Queued:
 
 
 class _Queue:
-    """FIFO queue of entries. Counts the bytes of unevictable entries without listing them."""
+    """FIFO queue of entries. It counts the bytes of unevictable entries, but does not offer these as victims."""
 
     def __init__(self) -> None:
         self.shown: SortedDict[int, Entry] = SortedDict()
@@ -136,8 +136,8 @@ class _Queue:
 class S3Fifo:
     """Two FIFO queues (Yang et al., SOSP 2023).
 
-    New entries pass a small queue of a tenth of the bytes, and reach the main queue if they are used twice there, or
-    again soon after eviction. The main queue gives up to three second chances.
+    A new entry enters the small queue, which has a tenth of the bytes. It reaches the main queue if it is used twice in
+    the small queue, or used again soon after its eviction. The main queue gives an entry up to three second chances.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class S3Fifo:
                 self._ghosts.popitem(last=False)
 
     def victims(self) -> Iterator[Entry]:
-        # Second chances: each use grants one.
+        # Each use since the last visit grants a second chance.
         small_bytes = _SMALL_SHARE * (self._small.size_bytes + self._main.size_bytes)
         while self._small.shown and (self._small.size_bytes > small_bytes or not self._main.shown):
             entry = self._small.shown.peekitem(0)[1]

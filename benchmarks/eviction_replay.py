@@ -1,4 +1,4 @@
-"""Replay of a trace on a tier of limited size, under a policy and under Belady's."""
+"""Replay of a trace on a tier of limited size, under an eviction policy or Belady's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NEVER = 1 << 60
 
 
 class _Tier:
-    """Blocks in a tier, with the number of their children in it."""
+    """Blocks of a tier, each with the number of its children in the tier."""
 
     def __init__(self) -> None:
         self.blocks: dict[Block, int] = {}
         self.asked_tokens = self.hit_tokens = 0
 
     def match(self, request: Request) -> int:
-        """Count the request and return the number of its leading blocks in the tier."""
+        """Count the request's tokens; return the number of its leading blocks that are in the tier."""
         found = self.leading(request)
         self.asked_tokens += request.tokens
         self.hit_tokens += min(request.tokens, found * BLOCK_TOKENS)
@@ -35,7 +35,7 @@ class _Tier:
         return found
 
     def add(self, block: Block) -> bool:
-        """Insert a block; True if it is its parent's first child in the tier."""
+        """Insert a block. Return True if the block is the first child of its parent in the tier."""
         self.blocks[block] = 0
         if block.parent is None:
             return False
@@ -43,7 +43,7 @@ class _Tier:
         return self.blocks[block.parent] == 1
 
     def drop(self, block: Block) -> Block | None:
-        """Remove a block; return the parent if that was its last child in the tier."""
+        """Remove a block. Return its parent if the block was the parent's last child in the tier, otherwise None."""
         del self.blocks[block]
         if block.parent is None:
             return None
@@ -56,10 +56,10 @@ class _Tier:
 
 
 class Tier(_Tier):
-    """Tier under an eviction policy.
+    """Tier under an eviction policy, as docs/eviction.md describes it.
 
-    Follows docs/eviction.md: a request's blocks are leased while it runs, its hits are touched from last to first, and
-    its misses are stored from first to last, as far as they are admitted.
+    A request's blocks are leased while the request runs. The tier touches hits from the last to the first. It stores
+    misses from the first to the last, if the policy admits them.
     """
 
     def __init__(self, policy: EvictionPolicy, capacity_blocks: int) -> None:
@@ -99,7 +99,7 @@ def replay(
     capacity_blocks: int,
     served: Callable[[], None] = lambda: None,
 ) -> float:
-    """Return the token hit ratio."""
+    """Serve all requests; return the token hit ratio. Calls ``served`` after each request."""
     tier = Tier(policy, capacity_blocks)
     for request in requests:
         tier.serve(request)
@@ -110,7 +110,7 @@ def replay(
 def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[], None] = lambda: None) -> float:
     """Return the token hit ratio of Belady's policy.
 
-    It evicts the leaf whose next use is farthest, the newcomer included.
+    The policy evicts the leaf whose next use is farthest in the future. This may be the new block itself.
     """
     following: list[list[int]] = []
     seen: dict[Block, int] = {}

@@ -16,33 +16,33 @@ BLOCK_TOKENS = 512
 
 
 class Block:
-    """One block of a prompt in its context."""
+    """A block of a prompt together with all blocks before it: equal blocks have equal prefixes."""
 
     __slots__ = ("key", "parent", "prefill_seconds", "size_bytes", "start_position", "tokens")
 
     def __init__(self, number: int, parent: Block | None, start_position: int, tokens: int) -> None:
         self.key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
         self.parent, self.start_position, self.tokens = parent, start_position, tokens
-        self.size_bytes = BLOCK_TOKENS  # partial blocks count as whole blocks of the capacity
+        self.size_bytes = BLOCK_TOKENS  # a partial block takes the capacity of a whole one
         self.prefill_seconds = float(tokens)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Prompt of ``tokens`` tokens with its ``path`` of blocks; the last block may be partial."""
+    """A prompt. ``path`` has its blocks in order; the last block may be partial."""
 
     tokens: int
     path: tuple[Block, ...]
 
 
-# A trace line: prompt tokens, and an id for each block in its context.
+# A line of a trace: the number of prompt tokens, and an id for each block with its prefix.
 Line = tuple[int, list[int]]
 
 
 def read(trace: str, requests: int | None = None) -> list[Request]:
     """Read ``synthetic:SEED``, ``KIND:SEED`` for one of ``KINDS``, or JSON lines.
 
-    Lines have ``input_length`` and ``hash_ids``.
+    Each JSON line has ``input_length`` and ``hash_ids``. Returns at most ``requests`` requests.
     """
     kind, _, seed = trace.partition(":")
     if kind in KINDS and seed.isdecimal():
@@ -59,7 +59,7 @@ def read(trace: str, requests: int | None = None) -> list[Request]:
 
 
 def of_lines(lines: Iterable[Line]) -> list[Request]:
-    """Build requests in which equal ids are the same block."""
+    """Build requests from lines. Equal ids become the same block."""
     blocks: dict[int, Block] = {}
     out = []
     for tokens, ids in lines:
@@ -77,7 +77,7 @@ def of_lines(lines: Iterable[Line]) -> list[Request]:
 
 # ---- synthetic traces ------------------------------------------------------------------------------------------------
 
-# A client's next request: its time, and the prompt as ``(text, tokens)`` pieces; equal ids are equal texts.
+# The next request of a client: its time, and its prompt as ``(text id, tokens)`` pieces. Equal ids mean equal texts.
 Prompt = list[tuple[int, int]]
 Sent = tuple[float, Prompt]
 
@@ -87,7 +87,7 @@ def _lognormal(rng: random.Random, median: float, sigma: float, most: float) -> 
 
 
 class _TextIds:
-    """Counter of text ids."""
+    """Source of new text ids."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self._next = rng, itertools.count()
@@ -97,7 +97,7 @@ class _TextIds:
 
 
 def _chats(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Generate conversations; the next turn, if any, follows after reading and thinking time."""
+    """Generate conversations. A next turn follows after the time that a user needs to read and think."""
     rng = texts.rng
     systems = [texts.text(900) for _ in range(4)]
     at = begin
@@ -118,7 +118,7 @@ def _chat(texts: _TextIds, at: float, prompt: Prompt, goes_on: float) -> Iterato
 
 
 def _documents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Generate questions about documents of skewed popularity."""
+    """Generate questions about documents, of which few are popular."""
     rng = texts.rng
     system = texts.text(1500)
     shelf = [texts.text(6000) for _ in range(1200)]
@@ -130,7 +130,7 @@ def _documents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterat
 
 
 def _agents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Generate tool-call loops over a growing context, which sometimes branches."""
+    """Generate tool-call loops. Their context grows, and sometimes branches."""
     rng = texts.rng
     tools = [texts.text(5000, 0.4) for _ in range(3)]
     at = begin
@@ -151,7 +151,7 @@ def _agent(texts: _TextIds, at: float, prompt: Prompt) -> Iterator[Sent]:
 
 
 def _scans(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Generate batch jobs: long prompts that share instructions and never recur."""
+    """Generate batch jobs, whose long prompts share instructions and never occur again."""
     rng = texts.rng
     instructions = texts.text(700)
     at = begin
@@ -163,7 +163,7 @@ _Source = Callable[[_TextIds, float, float, float], Iterator[Iterator[Sent]]]
 
 
 def _lines(seed: int, parts: list[tuple[_Source, float, float, float]]) -> Iterator[Line]:
-    """Return the requests of all sources ``(source, clients per second, begin, end)`` in time order."""
+    """Return the requests of all sources in time order. A source is ``(source, clients per second, begin, end)``."""
     texts = _TextIds(random.Random(seed))
     waiting: list[tuple[float, int, Prompt, Iterator[Sent]]] = []
     ties = itertools.count()
@@ -191,7 +191,7 @@ def _begun(clients: Iterator[Iterator[Sent]]) -> Iterator[tuple[Sent, Iterator[S
 
 
 def _line(prompt: Prompt, numbers: dict[tuple[int, tuple[tuple[int, int], ...]], int]) -> Line:
-    """Cut a prompt into blocks; a block's identity is its pieces and everything before it."""
+    """Cut a prompt into blocks. A block's id depends on its pieces and on everything before them."""
     total = sum(tokens for _, tokens in prompt)
     ids: list[int] = []
     at, end, pieces = 0, 0, iter(prompt)
@@ -213,7 +213,7 @@ _HOUR = 3600.0
 
 
 def _synthetic(seed: int) -> Iterator[Line]:
-    """Mix chat and agents all the time, documents in the first half, batch jobs in the middle third."""
+    """Mix chats and agents all the time, documents in the first half, and batch jobs in the middle third."""
     return _lines(
         seed,
         [

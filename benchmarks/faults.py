@@ -1,10 +1,14 @@
 """Real faults: processes killed and stopped under load, damaged stores, full disks.
 
-A row per kind. ``wrong_answers`` counts reads of bytes that were not committed and missing refusals; ``leaked_slots``
-leases, reservations and arena pages without an owner afterwards; ``lost_durable_chunks`` chunks that were reported
-durable and cannot be found after a kill, on nodes that evict nothing (every other node evicts); ``failed_requests``
-those that failed although everything that they need was up. ``recovery_ms`` runs from the kill to the first successful
-Match, process start included; the summary's is that of every kill of the daemon, with its supervisor or without.
+The table has a row for each kind of fault.
+
+wrong_answers        reads of bytes that were never committed, and refusals that did not happen
+leaked_slots         leases, reservations and arena pages without an owner after the fault
+lost_durable_chunks  chunks that the daemon reported as durable and does not find after a kill; only on nodes that do
+                     not evict (every other node evicts)
+failed_requests      requests that failed although all processes that they need were up
+recovery_ms          time from the kill to the first successful Match, including the start of the process; the summary
+                     covers all kills of the daemon, with and without its supervisor
 """
 
 from __future__ import annotations
@@ -24,14 +28,14 @@ from benchmarks.chaos.victim_load import VictimLoad
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 
-# Kills have the most ways to fail.
+# Number of rounds per kind, relative to one round of the other kinds. Kills get most rounds: they fail in most ways.
 _SHARES = {"kill_daemon": 10, "kill_daemon_and_supervisor": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
 _ROUNDS_OF_A_NODE = 40
 _WORKER_PROMPT, _WORKER_TOKENS = 300, 16
 
 
 def rounds_of(total: int) -> list[str]:
-    """Return the kinds of all rounds, interleaved by share, each at least once."""
+    """Return the kinds of all rounds in random order, each as often as its share says and at least once."""
     weights = {kind: _SHARES.get(kind, 1) for kind in KINDS}
     whole = sum(weights.values())
     out = [kind for kind, weight in weights.items() for _ in range(max(1, round(total * weight / whole)))]
@@ -47,7 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with report.progress() as progress:
         task = progress.add_task("rounds", total=len(todo) + 1 + options.worker_rounds)
         for begin in range(0, len(todo), _ROUNDS_OF_A_NODE):
-            # An evicting node's store is smaller than the load; the other node evicts nothing.
+            # Every other node evicts, because its store is smaller than the load's chunks.
             evicting = begin // _ROUNDS_OF_A_NODE % 2 == 1
             flags = {"heartbeat_ms": 200, "store_bytes": "4MiB" if evicting else "256MiB", "staging_bytes": "4MiB"}
             with Node(workers=0, arena_bytes="6MiB", daemon_flags=flags) as node:
@@ -82,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one(kind: str, scene: FaultScenario) -> RoundOutcome:
-    """Run one round; return its row."""
+    """Run one round; return its outcome."""
     wrong, failed = scene.load.wrong, scene.load.failed
     outcome = KINDS[kind](scene)
     scene.let_run()
@@ -106,7 +110,7 @@ def row(kind: str, outcomes: list[RoundOutcome]) -> dict[str, Any]:
 
 
 def full_disk() -> list[RoundOutcome]:
-    """Fill the disk: the arena keeps serving, later chunks become durable, durable ones stay."""
+    """Fill the disk: the arena must still serve, later chunks must become durable, and durable chunks must stay."""
     node = Node(workers=0, arena_bytes="64MiB")
     with small_disk(node.folder / "small", "2m") as mounted:
         if not mounted:
@@ -141,7 +145,7 @@ def full_disk() -> list[RoundOutcome]:
 
 
 def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, RoundOutcome]]:
-    """Kill a real worker, the daemon, or both; greedy answers must not change."""
+    """Kill a real worker, the daemon, or both. Greedy answers must not change."""
     if not rounds:
         return []
     out = []

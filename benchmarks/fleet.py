@@ -1,19 +1,20 @@
-"""Two nodes and a remote tier: reuse of one node's chunks by the other, by link speed.
+"""Two nodes with a remote tier: how fast one node reuses the other's chunks, by link speed.
 
-The tier is a Valkey cluster of three, or an S3 store. Its servers are on a separate host, behind a shaped link
-(``network_links.py``); both nodes are on this machine, so they share its cores but run one after the other. Every
-repeat has a new document: node A reads it, node B asks about it; document, question and answer have ``context_tokens``
-together.
+The tier is a Valkey cluster of three servers, or an S3 store. The servers are on a separate host behind a shaped link
+(``network_links.py``). Both nodes are on this machine; they share its cores, but run one after the other. Every repeat
+has a new document. Node A computes the document, then node B answers a question about it. Document, question and answer
+together have ``context_tokens``.
 
-nocache       B computes all of it
-remote_warm   B's first question about it: A's chunks come over the link, if that is faster than computing
-local         the same question again: now B has the chunks
-remote_down   the server is stopped, the document new to both: the cost of an absent tier
+nocache       B computes the whole prompt
+remote_warm   B's first question: A's chunks come over the link, if that is faster than computing
+local         the same question again: B has the chunks now
+remote_down   the servers are stopped, and the prompt is new to both nodes: the cost of a tier that is down
 
-The first three alternate for each document. ``remote_down`` alternates with ``nocache`` while the server is stopped.
+Each document is measured with the first three arms in turn. ``remote_down`` alternates with ``nocache`` while the
+servers are stopped.
 
-``warm_over_bound`` is ``remote_warm`` divided by its bound: the time of computing or that of loading, whichever is
-shorter. Loading takes the bytes at the link's speed and then the time of ``local``. With ``--out`` an
+``warm_over_bound`` is ``remote_warm`` divided by its bound: the time to compute or the time to load, whichever is
+shorter. The time to load is the time of the bytes at the link's speed, plus the time of ``local``. With ``--out``, an
 interrupted run resumes.
 """
 
@@ -39,7 +40,7 @@ from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8
 ARMS = ("nocache", "remote_warm", "local", "remote_down")
-# Minimum share of a document's tokens in chunks that do not depend on the following text.
+# Minimum cached share of a prompt. The last chunk of a document depends on the text after it, so B cannot reuse all.
 _SHARED = 0.75
 _TALLY = ("wrong", "lost", "bypassed")
 
@@ -67,7 +68,7 @@ class Fleet:
                     options.model,
                     storage_bits=options.storage_bits,
                     daemon_flags=flags,
-                    # No prefix cache in the pool: all measured reuse comes from the daemon.
+                    # The pool has no prefix cache, so all reuse comes from the daemon.
                     worker_flags={"resident_sequences": 0},
                 )
             )
@@ -76,13 +77,13 @@ class Fleet:
         self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
 
     def check(self, context: int) -> None:
-        """Raise ConfigurationError for a context beyond the model's."""
+        """Raise ConfigurationError for a length that exceeds the model's context."""
         longest = self.b.client().model().context_length
         if context > longest:
             raise ConfigurationError(f"--context-tokens has {context}; the model's context has {longest}")
 
     def share(self, document: list[int]) -> int:
-        """Let A compute a document; return its bytes in the tier."""
+        """Let A compute a document; return the number of bytes that A wrote to the tier."""
         before = self.a.cache_stats().remote_written_bytes
         self.a.client().generate(document, max_tokens=1, deadline=600)
         self.a.settle()
@@ -95,7 +96,7 @@ class Fleet:
         return found
 
     def stop(self) -> None:
-        """Stop the server, which appears hung to B; return when B has noticed."""
+        """Stop the servers with SIGSTOP, so that they hang; return when B has noticed."""
         self.server.send(signal.SIGSTOP)
         self._until(lambda: bool(self.b.cache_stats().remote_failing))
 
@@ -115,9 +116,10 @@ class Fleet:
 def measure(
     fleet: Fleet, context: int, repeats: int, rng: random.Random, gbit: float, tally: dict[str, int]
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """Measure one link speed, tier and length.
+    """Measure all arms for one link speed, tier and length.
 
-    Returns the rows without their names, and pairs of TTFT of new prompts with the tier stopped and without a cache.
+    Returns the rows, without the names of tier and link, and ratios of TTFT. A ratio compares ``remote_down`` with
+    ``nocache`` for one prompt.
     """
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     stopped: list[float] = []
@@ -222,7 +224,7 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stopped(cells: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
-    """Return measured pairs, interleaved so that changes of the machine's speed affect both sides."""
+    """Return the median ratio of ``remote_down`` to ``nocache``, its spread and count, for each cell."""
     out: dict[str, Any] = {}
     for (where, context), cell in cells.items():
         name = f"{where.replace(' ', '_')}gbit_{context}"

@@ -1,10 +1,14 @@
 """Gateway under worker deaths: lost answers and time to first token at the client.
 
-A node of ``kvsidecar serve`` with real processes; every ``--kill-every`` seconds a worker gets SIGKILL, in turn, and
-the supervisor restarts it. Half of the clients ask for complete answers, half for streams; each asks about one of
-several documents, thinks, and asks again. Lost is an answer that failed before any of it was sent, broken one that
-ended during its stream, wrong one that differs from the previous answer to the same prompt (greedy, 16-bit storage).
-Times to first token are those of streams, at the client.
+The node is ``kvsidecar serve`` with real processes. Every ``--kill-every`` seconds, the next worker gets SIGKILL, and
+the supervisor restarts it. Half of the clients ask for complete answers, half for streams. A client asks about one of
+several documents, waits, and asks again.
+
+lost    answers that failed before the client received any part
+broken  answers that ended during their stream
+wrong   answers that differ from the previous answer to the same prompt (greedy, 16-bit storage)
+
+The client measures the times to first token of the streams.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _WINDOW_SECONDS = 30.0
 
 @dataclass
 class ClientResults:
-    """Client-side results. ``times`` are ``(time of the request, seconds to the first token)``."""
+    """Results at the clients. ``times`` has pairs of a request's time and its seconds to the first token."""
 
     answers: int = 0
     lost: int = 0
@@ -50,7 +54,7 @@ class ClientResults:
 
 
 class ServedNode:
-    """``kvsidecar serve`` in a folder of its own; use it as a context manager."""
+    """Context manager that runs ``kvsidecar serve`` in its own folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._folder = options, tempfile.TemporaryDirectory(prefix="kvsidecar-")
@@ -105,7 +109,7 @@ class ServedNode:
             return 0
 
     def kill_worker(self) -> None:
-        """Kill the next worker, if it is alive."""
+        """Kill the next worker in turn, if it is alive."""
         name = f"--name=worker-{self._killed % self._options.workers}"
         self._killed += 1
         for child in psutil.Process(self._process.pid).children():
@@ -157,7 +161,7 @@ async def load(served: ServedNode, options: argparse.Namespace, seen: ClientResu
     limits = httpx.Limits(max_connections=options.clients)
     timeout = httpx.Timeout(120.0)
     async with httpx.AsyncClient(base_url=served.url, timeout=timeout, limits=limits) as client:
-        for prompt in firsts:  # every document is cached when the clock starts
+        for prompt in firsts:  # the cache has all documents before the clock starts
             await ask(client, prompt.text, False, options.max_tokens, ClientResults(), 0.0)
         began = time.perf_counter()
         end = began + options.minutes * 60
@@ -225,7 +229,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def failures(summary: dict[str, Any]) -> list[str]:
-    """Return the violated guarantees of a run, one sentence each."""
+    """Return one sentence for each guarantee that a run violated."""
     out = [f"{summary[name]} {name.replace('_', ' ')}" for name in _NONE_ALLOWED if summary[name]]
     if not summary["ttft_kept"]:
         out.append(

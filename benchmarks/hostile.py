@@ -1,9 +1,11 @@
 """Isolation under attack: a hostile guest beside a well-behaved client of one daemon.
 
-The guest (``benchmarks.chaos.hostile_guest``) attacks from a separate process with everything that a caller at the
-shared socket can send. The client matches prompts that it stored, a hundred per second. ``match_p99_ms`` is wall time
-at the client; ``internal`` counts calls that failed with INTERNAL; ``above_budgets_mib`` is the daemon's peak memory
-above its idle memory, its arena and one staging area for each of the two callers.
+The guest (``benchmarks.chaos.hostile_guest``) attacks from a separate process with all messages that a caller at the
+shared socket can send. The client sends a hundred Match calls per second, for prompts that it has stored.
+
+match_p99_ms       p99 of the client's Match calls, in wall time
+internal           calls that failed with INTERNAL
+above_budgets_mib  peak memory of the daemon, minus its idle memory, its arena, and one staging area for each caller
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _PAUSE_SECONDS, _LOOK_SECONDS = 0.01, 0.1
 
 
 class MeasuredClient:
-    """Client that stores its prompts again when they were evicted, and measures its Matches."""
+    """Client that measures its Match calls. It stores a prompt again if the daemon has evicted the prompt."""
 
     def __init__(self, node: Node) -> None:
         self.peer = Peer(node)
@@ -75,7 +77,7 @@ class MemoryMonitor(threading.Thread):
 
 
 def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
-    """Measure one daemon and its client, with or without the guest, for ``seconds``."""
+    """Measure a daemon and its client for ``seconds``, with or without the guest."""
     with (
         tempfile.TemporaryDirectory(prefix="hostile-") as folder,
         Node(
@@ -93,7 +95,7 @@ def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
         guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) if hostile else None
         try:
             if guest is not None and guest.stdout is not None:
-                guest.stdout.readline()  # it attacks from now on
+                guest.stdout.readline()  # the guest's first line says that the attack begins
             until, number = time.monotonic() + seconds, 0
             while time.monotonic() < until:
                 client.step(number := number + 1)

@@ -1,4 +1,4 @@
-"""Judged prompts, the arms that answer them, and each arm's logits."""
+"""Prompts with judged tokens, and the logits of each arm at these tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPAIRS = ("random", "first_k", "selective", "cacheblend", DEFAULT_SELECTOR)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of reuse. ``shuffled`` false: the prompt's own prefix at ``bits``."""
+    """A kind of reuse: of the prompt's own prefix, or with ``shuffled`` of its documents stored in another order."""
 
     name: str
     shuffled: bool
@@ -44,9 +44,9 @@ SHUFFLED = [
 
 @dataclass(frozen=True)
 class JudgedPrompt:
-    """Beginning, documents and question.
+    """A prompt in three parts: its beginning ``head``, documents, and the question ``tail``.
 
-    ``at`` are the positions whose next token is judged, ``gold`` the expected tokens.
+    ``at`` has the positions whose next token is judged; ``gold`` has these expected tokens.
     """
 
     head: list[int]
@@ -57,7 +57,7 @@ class JudgedPrompt:
 
 
 class PromptSampler:
-    """Draws prompts for a model."""
+    """Draws judged prompts for a model."""
 
     def __init__(self, lab: ReuseLab, facts: int, filler: int) -> None:
         self._tokenizer = lab.loaded.tokenizer
@@ -81,7 +81,7 @@ class PromptSampler:
         return JudgedPrompt(self._ids("<|bos|>"), documents, tail, at, gold)
 
     def text(self, rng: random.Random, chunk: int = 64, chunks: int = 6, tail: int = 64) -> JudgedPrompt:
-        """Draw a held-out text: its first part becomes chunks, and the tokens after them are judged."""
+        """Draw a part of a held-out text. Its first tokens become chunks, and the tokens after them are judged."""
         while True:
             ids = self._ids(rng.choice(self.texts))
             need = chunk * chunks + tail
@@ -96,7 +96,7 @@ class PromptSampler:
 def arm_outcomes(
     lab: ReuseLab, prompt: JudgedPrompt, arms: Sequence[Arm], rng: random.Random
 ) -> Iterator[tuple[str, LabResult]]:
-    """Yield each arm's result; ``full`` first."""
+    """Yield each arm's name and result; the first is the full prefill ``full``."""
     read = lab.documents(prompt.head, prompt.documents)
     tokens = read.tokens + prompt.tail
     at = np.asarray(prompt.at) + len(read.tokens)

@@ -1,4 +1,4 @@
-"""Memory limit of a process: a control group, created directly or by systemd."""
+"""Memory limit for processes, by a control group that this process or systemd creates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class MemoryLimitUnavailable(RuntimeError):
 
 
 class MemoryLimit:
-    """Limit in bytes for the processes that ``launch`` starts.
+    """Context manager with a memory limit in bytes for the processes that ``launch`` starts.
 
-    A context manager. Raises MemoryLimitUnavailable.
+    Entering raises MemoryLimitUnavailable.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -54,14 +54,14 @@ class MemoryLimit:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory, cached files included; 0 if unknown."""
+        """Peak memory of the processes in bytes, including cached files; 0 if unknown."""
         for name in ("memory.max_usage_in_bytes", "memory.peak"):
             if self._folder is not None and (self._folder / name).exists():
                 return int((self._folder / name).read_text())
         return 0
 
     def launch(self, command: list[str], environment: dict[str, str], log: int) -> subprocess.Popen[bytes]:
-        """Run ``python -m`` with these arguments under the limit, from its first byte on."""
+        """Run ``python -m`` with these arguments; the limit applies from the start of the process."""
         run = [sys.executable, "-m", *command]
         if self._folder is None:
             limit = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]

@@ -1,6 +1,6 @@
 """Shaped network link to a separate host: a network namespace behind a veth pair.
 
-Needs root, ``ip`` and ``tc``; without them links are not shaped, and callers get the reason.
+Shaping needs root, ``ip`` and ``tc``. Without them, ``why_none`` returns the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from benchmarks import report
 class Link:
     """Link to another host.
 
-    ``inside`` runs a command on the other host, which has the address ``host`` and reaches this one at ``near``.
-    ``gbit`` 0 is the unshaped loopback; ``device`` is this end's, empty for the loopback.
+    ``host`` is the other host's address, and ``near`` is this host's. ``inside`` is the command prefix that runs a
+    command on the other host. ``gbit`` 0 means the unshaped loopback. ``device`` is this host's network device, empty
+    for the loopback.
     """
 
     host: str
@@ -32,7 +33,7 @@ class Link:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """Return the queueing discipline of both ends, as arguments of ``tc``."""
+        """Arguments of ``tc`` for the queueing discipline, which is the same at both ends."""
         return "root", "tbf", "rate", f"{self.gbit}gbit", "burst", "2mb", "latency", "50ms"
 
 
@@ -84,9 +85,9 @@ def link(gbit: float) -> Iterator[Link]:
 
 @contextmanager
 def impaired(at: Link, *how: str) -> Iterator[bool]:
-    """Impair the outgoing direction with ``netem``, such as ``delay 200ms loss 5%``, inside the block.
+    """Impair packets to the other host with ``netem`` during the block, such as by ``delay 200ms loss 5%``.
 
-    Yields False, without an effect, if the kernel has no netem or the link is the loopback.
+    If the kernel has no netem, or the link is the loopback, nothing is impaired and the block gets False.
     """
     try:
         if at.device:
@@ -103,7 +104,7 @@ def impaired(at: Link, *how: str) -> Iterator[bool]:
 
 
 def _remove_left() -> None:
-    """Remove namespaces left by killed benchmarks, whose process ids may recur."""
+    """Remove the namespaces of killed benchmarks, because a new process may get the same process id."""
     with contextlib.suppress(OSError):
         for name in os.listdir("/run/netns"):
             pid = name.removeprefix(_NAMES)
@@ -118,7 +119,7 @@ def _remove(name: str, near: str) -> None:
 
 
 def links_of(speeds: Sequence[float]) -> list[float]:
-    """Return the wanted speeds, or the loopback alone, with a message, if links cannot be shaped."""
+    """Return the wanted speeds. If links cannot be shaped, print a message and return only the loopback's speed 0."""
     why = why_none() if any(speeds) else ""
     if not why and any(speeds):
         try:

@@ -1,4 +1,4 @@
-"""Node of real processes for benchmarks, demo and tests: daemon, workers, kills, restarts."""
+"""Node of real processes for benchmarks, demo and tests, with kills and restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUIET_SECONDS = 0.3
 
 
 class Process(Protocol):
-    """Subset of ``subprocess.Popen`` that a node needs."""
+    """The part of ``subprocess.Popen`` that a node needs."""
 
     pid: int
     returncode: int | None
@@ -41,18 +41,18 @@ class Process(Protocol):
 
 
 def new_interpreter(command: list[str], environment: dict[str, str], log: int) -> Process:
-    """Run ``python -m`` with these arguments; output goes to the descriptor ``log``."""
+    """Run ``python -m`` with these arguments; the file descriptor ``log`` gets the output."""
     return subprocess.Popen(
         [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
     )
 
 
-# Ports below those that Linux gives to clients and to binds of port 0.
+# These ports are below the ports that Linux chooses itself, for clients and for binds of port 0.
 _PORTS = range(22_000, 32_000)
 
 
 def free_port() -> int:
-    """Return a free port of this machine that no other call of this user returned lately, in any process."""
+    """Return a free port. No other call of this user has returned it lately, in any process."""
     path = Path(tempfile.gettempdir()) / f"kvsidecar-test-port-{os.getuid()}"
     with path.open("a+") as counter:
         fcntl.flock(counter, fcntl.LOCK_EX)
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 class Node:
-    """Owner of a daemon, workers and a temporary folder; use it as a context manager."""
+    """Context manager that runs a daemon and workers in a temporary folder."""
 
     launch: Callable[[list[str], dict[str, str], int], Process] = staticmethod(new_interpreter)
 
@@ -120,7 +120,7 @@ class Node:
                 self.start_worker(i, wait=False)
             for i in range(self.workers):
                 self.wait_worker(i)
-        except BaseException:  # also on Ctrl-C: no process may be left behind
+        except BaseException:  # even Ctrl-C must end the started processes
             self.__exit__()
             raise
         return self
@@ -157,7 +157,7 @@ class Node:
                 self._check("a-daemon", deadline)
 
     def start_worker(self, i: int, wait: bool = True, **changed: Any) -> None:
-        """Start a worker; ``changed`` flags replace those of the node."""
+        """Start a worker. ``changed`` replaces flags of the node's workers."""
         socket = self.worker_socket(i)
         socket.unlink(missing_ok=True)
         flags = {**self._worker_flags, **changed, "socket": socket, "name": f"worker-{i}"}
@@ -166,7 +166,7 @@ class Node:
             self.wait_worker(i)
 
     def wait_worker(self, i: int) -> None:
-        """Wait until a worker serves and, if the daemon runs, is attached to it."""
+        """Wait until a worker serves. If the daemon runs, also wait until the worker is attached to the daemon."""
         deadline = time.monotonic() + _START_SECONDS
         while not self.worker_socket(i).exists():
             self._check(f"worker-{i}", deadline)
@@ -184,9 +184,10 @@ class Node:
             self._check(f"worker-{i}", deadline)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to ``daemon`` or ``worker-N``; after SIGKILL and SIGTERM wait for its end.
+        """Send a signal to ``daemon`` or ``worker-N``; after SIGKILL and SIGTERM, wait for the end of the process.
 
-        ``daemon`` is the serving process and, for these two signals, also its supervisor, so that it stays dead.
+        For ``daemon``, SIGKILL and SIGTERM also end the supervisor, so that the daemon stays down. Any other signal
+        goes only to the serving process.
         """
         key = "a-daemon" if name == "daemon" else name
         process, serving = self._processes[key], self.pid(name)
@@ -200,7 +201,7 @@ class Node:
         del self._processes[key]
 
     def crash_daemon(self) -> None:
-        """Send SIGKILL to the serving process, as the OOM killer does; its supervisor survives."""
+        """Kill only the daemon's serving process, as the OOM killer does; the supervisor restarts it."""
         serving = self.pid("daemon")
         handle = os.pidfd_open(serving)
         os.kill(serving, signal.SIGKILL)
@@ -211,28 +212,28 @@ class Node:
         return key in self._processes and self._processes[key].poll() is None
 
     def pid(self, name: str) -> int:
-        """Return the id of the serving process."""
+        """Return the process id of a worker, or of the daemon's serving process."""
         if name != "daemon":
             return self._processes[name].pid
         guardian, deadline = self._processes["a-daemon"].pid, time.monotonic() + 30
         while not (children := psutil.Process(guardian).children()):
-            self._check("a-daemon", deadline)  # between two polls
+            self._check("a-daemon", deadline)  # the supervisor is about to restart the process
         return children[0].pid
 
     def restart_worker(self, i: int) -> None:
-        """Kill a worker with SIGKILL and start a new process."""
+        """Kill a worker with SIGKILL and start it again."""
         self.kill(f"worker-{i}")
         self.start_worker(i)
 
     def restart_daemon(self) -> None:
-        """Kill the daemon with SIGKILL and start a new process; return when the workers are attached."""
+        """Kill the daemon with SIGKILL and start it again; return when the workers are attached."""
         self.kill("daemon")
         self.start_daemon()
         for i in range(self.workers):
             if self.alive(f"worker-{i}"):
                 self.wait_attached(i)
 
-    # ---- talking --------------------------------------------------------------------------------------------
+    # ---- calls ----------------------------------------------------------------------------------------------
 
     def worker_socket(self, i: int) -> Path:
         return self.folder / f"worker-{i}.sock"
@@ -249,7 +250,7 @@ class Node:
             return response
 
     def settle(self, seconds: float = 90.0) -> None:
-        """Wait until everything computed is stored and durable."""
+        """Wait until all computed chunks are stored and durable."""
         deadline = time.monotonic() + seconds
         while True:
             stats = [self.client(i).stats() for i in range(self.workers) if self.alive(f"worker-{i}")]
@@ -263,7 +264,8 @@ class Node:
     def settle_stores(self, seconds: float = 60.0) -> float:
         """Wait until the daemon receives no new chunks for a while.
 
-        For engines that do not report pending stores. Returns the time of the last new chunk (``time.perf_counter``).
+        Use this for engines that do not report pending stores. Returns the time of the last new chunk
+        (``time.perf_counter``).
         """
         deadline, before, changed = time.monotonic() + seconds, (-1, -1), time.perf_counter()
         while True:
@@ -279,7 +281,7 @@ class Node:
             time.sleep(_QUIET_SECONDS / 15)
 
     def wait_sessions(self, count: int, seconds: float = 60.0) -> None:
-        """Wait until ``count`` sessions are open; a vLLM engine has two."""
+        """Wait until ``count`` sessions are open. A vLLM engine opens two."""
         deadline = time.monotonic() + seconds
         while self.cache_stats().sessions < count:
             if time.monotonic() > deadline:
@@ -302,11 +304,11 @@ class Node:
         time.sleep(0.02)
 
     def read_log(self) -> str:
-        """Return the end of the log of all processes."""
+        """Return the last part of the common log of all processes."""
         return self._whole_log()[-4000:]
 
     def wait_for_log(self, text: str, seconds: float = 60.0) -> list[str]:
-        """Return the log lines with a text, once there are any: a gateway logs after an answer's last byte."""
+        """Wait for log lines that contain a text, and return them. A gateway logs only after an answer's last byte."""
         deadline = time.monotonic() + seconds
         while not (found := [line for line in self._whole_log().splitlines() if text in line]):
             assert time.monotonic() < deadline, (text, self.read_log())
@@ -319,9 +321,9 @@ class Node:
 
 
 def _wait_gone(handle: int, seconds: float) -> None:
-    """Wait until a process has ended with all of its threads; close its pidfd.
+    """Wait until a process and all of its threads have ended, then close ``handle``, the process's pidfd.
 
-    It need not be a child.
+    The process need not be a child.
     """
     try:
         waiting = select.poll()

@@ -1,7 +1,7 @@
 """Overhead of the cache without hits: unique prompts with the cache on and off, alternating.
 
-Throughput is measured as a closed loop: the clients ask without a pause, and the clock runs until the last answer has
-arrived and everything computed is stored.
+Throughput is measured in a closed loop: the clients ask without a pause. The clock runs until the last answer has
+arrived and all computed chunks are stored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for arm in ARMS if i % 2 else ARMS[::-1]:
                 result = client.generate(prompt(), max_tokens=1, temperature=0, skip_cache=arm == "off")
                 ttft[arm].append(result.ttft_ms)
-                node.settle()  # stores finish between requests, as between a user's turns
+                node.settle()  # stores finish before the next request, as between two turns of a user
                 progress.advance(task)
         for i in range(options.rounds):
             for arm in ARMS if i % 2 else ARMS[::-1]:

@@ -1,4 +1,4 @@
-"""Client of the daemon without a model: attaches, maps memory, stores and reads chunks.
+"""Client of the daemon without a model: it attaches, maps memory, stores and reads chunks.
 
 The payload of a chunk is a function of its tokens, so that every reader can check every byte.
 """
@@ -37,7 +37,7 @@ def payload_of(ids: list[int], size: int) -> bytes:
 
 
 class Peer:
-    """One session of the daemon. Raises grpc.RpcError and OSError if the daemon is down."""
+    """A client with one session. The methods raise grpc.RpcError or OSError if the daemon is down."""
 
     def __init__(
         self, node: Node, name: str = "m", heartbeats: bool = True, geometry: Geometry = GEOMETRY, timeout: float = 30.0
@@ -67,7 +67,7 @@ class Peer:
             self._out.put(pb.AttachRequest(heartbeat=pb.Heartbeat()))
 
     def close(self) -> None:
-        """Drop the session without a call, as a dying worker does."""
+        """Drop the connection without ending the session, as a dying worker does."""
         self._beating.set()
         self._out.put(None)
         self.call.cancel()
@@ -109,7 +109,10 @@ class Peer:
         return found.prefix_hash
 
     def try_put(self, ids: list[int], tokens_of_a_chunk: int, salt: bytes = b"") -> int:
-        """Store the missing chunks of a prompt like a worker, skipping refused ones; return the chunks."""
+        """Store the missing chunks of a prompt as a worker does; return the number of committed chunks.
+
+        Skips chunks that the daemon refuses.
+        """
         found = self.stub.Match(
             pb.MatchRequest(namespace=self.namespace, token_ids=ids, tenant_salt=salt), timeout=self.timeout
         )
@@ -143,14 +146,14 @@ class Peer:
         return int(self.stub.Release(request, timeout=self.timeout).released)
 
     def release_later(self, found: pb.MatchResponse) -> Any:
-        """Release asynchronously; ``result()`` of the returned call is the answer."""
+        """Start to release a lease; return the call, whose ``result()`` waits for the answer."""
         request = pb.ReleaseRequest(session_id=self.session, lease_ids=[found.lease_id])
         return self.stub.Release.future(request, timeout=self.timeout)
 
     def is_right(self, ids: list[int], found: pb.MatchResponse) -> bool:
-        """Return True if every byte found belongs to its tokens.
+        """Return True if the bytes of all matched chunks belong to the chunks' tokens.
 
-        A partly matched chunk contains tokens unknown to the caller; only its first bytes are checked.
+        The caller does not know all tokens of a partly matched chunk, so only its first bytes are checked.
         """
         at = 0
         for m in found.matches:
@@ -167,7 +170,7 @@ class Peer:
         return True
 
     def read(self, ids: list[int], salt: bytes = b"") -> int:
-        """Match, check every byte, release; return the number of tokens found."""
+        """Match a prompt, check every byte, and release the lease; return the number of matched tokens."""
         found = self.match(ids, salt)
         assert self.is_right(ids, found), "the bytes are not those of the chunk's tokens"
         assert self.release(found) == bool(found.matches)

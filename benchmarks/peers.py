@@ -1,17 +1,20 @@
 """Comparison with other engines: ours, transformers, llama.cpp and vLLM, one after another.
 
-All get the same prompts and model on the same machine. Each reads new documents (``ttft_nocache_ms``), then answers a
-fresh question about each (``ttft_warm_ms``), and another one after SIGKILL and a new process
-(``ttft_after_restart_ms``); ``decode_ms`` is the time per token after the document. Systems without persistence compute
-again, which is the cost of their restart.
+All systems get the same prompts and the same model on the same machine.
 
-ours, ours_w8, ours_w4     our worker on its daemon; weights unchanged, and at 8 and 4 bits
-transformers               the library, its cache object kept between prompts
-llama.cpp_f16, _bf16, _q8_0, _q4_0  compiled for this machine, bf16 where the CPU multiplies it;
-                           each document's state saved to a file and loaded from it
-vllm, vllm_kvsidecar       compiled, tcmalloc and Intel's OpenMP preloaded where installed; with our connector
+ttft_nocache_ms        the first question about a new document
+ttft_warm_ms           another question about it; decode_ms is the time per token of this answer
+ttft_after_restart_ms  a third question, after SIGKILL and the start of a new process
 
-``make bench-peers`` installs them. Missing systems are listed in ``missing``, with the reason.
+ours, ours_w8, ours_w4  our worker on its daemon, with unchanged weights, 8-bit weights and 4-bit weights
+transformers            the library, which keeps its cache object between prompts
+llama.cpp_KIND          llama.cpp compiled for this machine, with weights of KIND f16, bf16 (if the CPU multiplies
+                        bfloat16), q8_0 or q4_0; it saves each document's state to a file and loads it from there
+vllm                    vLLM with its compiler, and with tcmalloc and Intel's OpenMP if they are installed
+vllm_kvsidecar          the same with our connector
+
+A system without persistence computes the document again after its restart. ``make bench-peers`` installs the systems.
+``missing`` lists the missing systems with the reasons.
 """
 
 from __future__ import annotations
@@ -43,11 +46,11 @@ _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q
 SYSTEMS = (*_OURS, "transformers", *_LLAMA, "vllm", "vllm_kvsidecar")
 _SPARE_TOKENS = 16
 METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
-_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # errors of one system; the others are still measured
+_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of one system; the others still run
 
 
 class Bench:
-    """Starts one system at a time, for one model."""
+    """Starts systems for one model, one at a time."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options, self._scratch = options, scratch
@@ -61,7 +64,7 @@ class Bench:
 
     @contextmanager
     def running(self, name: str) -> Iterator[EngineArm]:
-        """Start a system. Raises one of ``_FAILURES`` if it is not available."""
+        """Run a system during the block. Raises one of ``_FAILURES`` if the system is not available."""
         with ExitStack() as stack:
             if name in _OURS:
                 flags = {"dtype": self._dtype, "weights": _OURS[name]}
@@ -152,7 +155,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each system's times relative to ours with unchanged weights: below 1, ours is slower."""
+    """Return each system's times divided by ours with unchanged weights. Below 1, ours is slower."""
     ours = {r["context_tokens"]: r for r in rows if r["system"] == "ours"}
     return {
         f"{r['system']}_{r['context_tokens']}_over_ours": {

@@ -1,6 +1,6 @@
 """Generator of docs/peers.md from results of ``peers``, ``agents``, ``engines``, ``engine_faults``.
 
-``python -m benchmarks.peers_page`` reads ``benchmarks/results``. Rows in which ours is slower come first.
+``python -m benchmarks.peers_page`` reads ``benchmarks/results``. The page lists rows in which ours is slower first.
 """
 
 from __future__ import annotations
@@ -84,16 +84,16 @@ _FAULT_PHRASES = {
     "kill_engine_1": "SIGKILL to the second engine",
     "kill_daemon": "SIGKILL to the daemon",
     "kill_daemon_and_supervisor": "SIGKILL to the daemon and its supervisor",
-    "kill_daemon_and_guardian": "SIGKILL to the daemon and its supervisor",  # the name in older results
+    "kill_daemon_and_guardian": "SIGKILL to the daemon and its supervisor",  # its name in older results
 }
-# Our arm with as many bits per weight.
+# For systems with quantized weights: our arm with the same number of bits per weight.
 _SAME_BITS = {"llama.cpp_q8_0": "ours_w8", "llama.cpp_q4_0": "ours_w4"}
 _STEPS = ("all", "compacted", "restarted")
 Result = dict[str, Any]
 
 
 def page(results: dict[str, Result]) -> str:
-    """Return the page for the available results, by file name."""
+    """Return the page for ``results``, which maps file names to results."""
     parts = [_HEAD.rstrip()]
     for kind, (title, about) in _ABOUT.items():
         found = {name: result for name, result in results.items() if result["benchmark"] == kind}

@@ -1,4 +1,4 @@
-"""Small functions with one planted bug: the question of the reference system."""
+"""Small functions with one planted bug, which the model must find."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-# Functions, each with the number of the replaced line (from 1) and its replacement.
+# Each line of the file has a function, the number of the line to replace (from 1), and its replacement.
 _FUNCTIONS = Path(__file__).parent / "data" / "functions.jsonl"
 
 
 @dataclass(frozen=True)
 class PlantedBug:
-    """Functions with numbered lines, one of them with a bug; the question; the line number."""
+    """Functions with numbered lines, one of which has the bug; the question; and the number of that line."""
 
     functions: tuple[str, ...]
     question: str
@@ -21,7 +21,7 @@ class PlantedBug:
 
 
 def planted_bug(rng: random.Random, functions: int) -> PlantedBug:
-    """Draw ``functions`` distinct functions, one with a bug; lines are numbered consecutively."""
+    """Draw ``functions`` distinct functions and plant a bug in one of them. Lines are numbered consecutively."""
     known = [json.loads(line) for line in _FUNCTIONS.read_text(encoding="utf-8").splitlines()]
     chosen, broken = rng.sample(known, functions), rng.randrange(functions)
     out, number, line = [], 0, 0

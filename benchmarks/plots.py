@@ -1,4 +1,4 @@
-"""Plots of the results: accuracy by recomputed share, TTFT by context, engines side by side.
+"""Plots of the results: accuracy by recomputed share, TTFT by context, and comparisons of engines.
 
 ``python -m benchmarks.plots`` reads ``benchmarks/results`` and writes PNG files into ``docs/plots``.
 """
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def accuracy(result: dict[str, Any], out: Path) -> None:
-    """Plot one panel per task: accuracy of each repair by the share of recomputed tokens."""
+    """Plot the accuracy of each repair by the share of recomputed tokens, with one panel per task."""
     rows = {(r["arm"], r["task"]): r for r in result["rows"]}
     figure, axes = plt.subplots(1, len(CROSS), figsize=(4 * len(CROSS), 3.4), sharey=True)
     for axis, task in zip(axes, CROSS, strict=True):
@@ -42,7 +42,7 @@ def accuracy(result: dict[str, Any], out: Path) -> None:
 
 
 def ttft(results: list[dict[str, Any]], out: Path) -> None:
-    """Plot TTFT as a share of nocache by context, logarithmic; later results replace earlier ones."""
+    """Plot TTFT as a share of nocache by context, on a logarithmic scale. Later results replace earlier ones."""
     series: dict[str, dict[int, float]] = defaultdict(dict)
     for result in results:
         p50 = {(r["arm"], r["context_tokens"]): r["ttft_ms_p50"] for r in result["rows"]}
@@ -60,9 +60,9 @@ def ttft(results: list[dict[str, Any]], out: Path) -> None:
 
 
 def bars(rows: list[dict[str, Any]], group: str, series: dict[str, tuple[str, Any]], out: Path) -> None:
-    """Plot milliseconds, logarithmic, as a group of bars per value of ``group``.
+    """Plot milliseconds on a logarithmic scale, with a group of bars for each value of the column ``group``.
 
-    ``series`` maps legend names to the column and a filter of rows.
+    ``series`` maps a legend name to a column and a filter of rows.
     """
     names = list(dict.fromkeys(r[group] for r in rows))
     figure, axis = plt.subplots(figsize=(9, 3.6))
@@ -79,14 +79,14 @@ def bars(rows: list[dict[str, Any]], group: str, series: dict[str, tuple[str, An
 
 
 def peers(result: dict[str, Any], out: Path) -> None:
-    """Plot each system at the longest context of the run."""
+    """Plot the times of each system at the longest context of the run."""
     longest = max(r["context_tokens"] for r in result["rows"])
     rows = [r for r in result["rows"] if r["context_tokens"] == longest]
     bars(rows, "system", {said: (column, lambda _: True) for column, said in MEANINGS.items()}, out)
 
 
 def agents(result: dict[str, Any], out: Path) -> None:
-    """Plot TTFT of every kind of step, by arm."""
+    """Plot the TTFT of every arm, for each kind of step."""
     kinds = list(dict.fromkeys(r["step"] for r in result["rows"]))
     bars(result["rows"], "arm", {k: ("ttft_ms_p50", lambda r, k=k: r["step"] == k) for k in kinds}, out)
 

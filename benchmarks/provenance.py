@@ -1,4 +1,4 @@
-"""Provenance of a result: commit, time, load and command."""
+"""Provenance of a result: commit, time, machine load and command."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _LOAD = os.getloadavg()
 
 @dataclass(frozen=True)
 class Provenance:
-    """Provenance of a run, taken at import except ``seconds`` and ``load_after``.
+    """Provenance of a run.
 
-    Without a repository ``commit`` is empty and ``dirty`` None.
+    ``date`` and ``load_before`` are those at the import of this module. Without a git repository, ``commit`` is empty
+    and ``dirty`` is None.
     """
 
     commit: str
@@ -62,7 +63,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _command() -> str:
-    """Return the command line without this machine's paths."""
+    """Return the command line, without paths that exist only on this machine."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
         return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Faulty TCP proxy: one local port forwarded to another, with faults on command."""
+"""TCP proxy that forwards a local port to a server, and injects faults on command."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Proxy:
-    """Forwards connections to a port of ``host`` on its own threads.
+    """Forwards connections to the port ``target`` of ``host``, on its own threads.
 
-    Faults apply to open and to new connections until they are reset.
+    A fault applies to open and new connections until ``go_on`` resets it.
     """
 
     target: int
     port: int = field(init=False)
-    delay_seconds: float = 0.0  # delay of every piece of an answer
-    garbage: bool = False  # replace answers by random bytes
+    delay_seconds: float = 0.0  # delay of each piece of data from the server
+    garbage: bool = False  # replace the server's data by random bytes
     host: str = "127.0.0.1"
     _open: set[socket.socket] = field(default_factory=set)
     _flowing: threading.Event = field(default_factory=threading.Event)
@@ -37,7 +37,7 @@ class Proxy:
     # ---- faults ---------------------------------------------------------------------------------------------
 
     def hang(self) -> None:
-        """Forward nothing; connections stay open."""
+        """Forward no data; connections stay open."""
         self._flowing.clear()
 
     def go_on(self) -> None:
@@ -46,7 +46,7 @@ class Proxy:
         self._flowing.set()
 
     def cut(self) -> None:
-        """Close all connections, and every new one at once."""
+        """Close all connections, and close each new connection at once."""
         self.refusing = True
         with self._lock:
             gone, self._open = self._open, set()

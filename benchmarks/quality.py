@@ -1,14 +1,14 @@
-"""Quality of reuse: accuracy on tasks that need other chunks, divergence and perplexity.
+"""Quality of reuse: accuracy on tasks whose answers cross documents, divergence and perplexity.
 
-A sample is a prompt of documents with questions. ``exact`` arms store the prompt itself at several bit widths and reuse
-it as a prefix; all others store its documents in another order, relocate them and repair them. Every arm is compared,
-question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other piece sizes: the
-noise floor. The gates check that the benchmark has statistical power.
+A sample is a prompt of documents with questions. The ``exact`` arms store the prompt itself at several bit widths and
+reuse it as a prefix. All other arms store the documents in another order, relocate them and repair them. Every arm is
+compared, question by question, with a full prefill by the same engine. ``full_pieces`` is the full prefill in pieces of
+another size, which shows the noise floor. The gates check that the benchmark could detect a loss of quality.
 
-With any other model than the built-in one: ``real_quality``.
+For any model but the built-in one, the command runs ``real_quality``.
 
-Runs in ``--processes`` processes of one thread each. With ``--out``, results are checkpointed beside it, and an
-interrupted run resumes.
+The benchmark uses ``--processes`` processes with one thread each. With ``--out``, it checkpoints results beside that
+file, and an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Measured = dict[str, PromptRecord]  # by arm
 
 
 def arms_of(number: int, options: argparse.Namespace) -> list[Arm]:
-    """Return the arms of a task's ``number``-th prompt."""
+    """Return the arms that measure the ``number``-th prompt of a task."""
     return [*(EXACT if number < options.n_exact else []), *(SHUFFLED if number < options.n else [])]
 
 
 class Measurer:
-    """Model and samples of one process."""
+    """Model and prompt sampler of one process; a call measures one job."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
@@ -59,7 +59,7 @@ class Measurer:
         return {arm: PromptRecord.of(prompt.gold, full, outcome) for arm, outcome in found}
 
 
-_measurer: Measurer  # state of a child process
+_measurer: Measurer  # of a child process
 
 
 def _begin(options: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def _measure(job: Job) -> tuple[Job, Measured]:
 
 
 def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job, Measured]]:
-    """Measure jobs, in any order."""
+    """Measure jobs, possibly in processes; yield the results in any order."""
     if options.processes <= 1:
         measurer = Measurer(options)
         yield from ((job, measurer(job)) for job in jobs)
@@ -84,7 +84,7 @@ def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job
 
 
 def gates(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """Check that the benchmark has power; a task that the model has not learned proves nothing."""
+    """Check that the benchmark could detect a loss of quality, and that the model has learned the tasks."""
     found = {(r["arm"], r["task"]): r for r in rows}
 
     def lost(arm: str, task: str) -> float:
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _complete(kept: CheckpointedResults, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
-    """Return the stored results of prompts with all their arms."""
+    """Yield the stored results of the prompts for which all arms were measured."""
     for (name, number), arms in kept.read():
         if {a.name for a in arms_of(number, options)} == arms.keys() - {"full_pieces"}:
             yield (name, number), {arm: PromptRecord(**record) for arm, record in arms.items()}

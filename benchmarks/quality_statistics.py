@@ -18,9 +18,10 @@ _BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt under one arm, beside its full prefill: a value per question, then per prompt.
+    """Result of one arm for one prompt, and of the prompt's full prefill.
 
-    ``gap``: the margin in nats between the full prefill's first and second choice.
+    The lists have a value for each question. ``gap`` is the margin in nats between the first and second choice of the
+    full prefill.
     """
 
     right: list[bool]
@@ -59,12 +60,12 @@ class PromptRecord:
 
 @dataclass
 class ArmStatistics:
-    """Records of one arm and task."""
+    """Records of one arm for one task."""
 
     records: list[PromptRecord] = field(default_factory=list)
 
     def row(self, arm: str, task: str) -> dict[str, Any]:
-        """Return the result row. Intervals and tests are paired with the full prefill."""
+        """Return the result row. Intervals and tests compare each answer with the one of the full prefill."""
         right, full_right = self._all("right"), self._all("full_right")
         loss, full_loss = self._all("loss"), self._all("full_loss")
         kl = self._all("kl")
@@ -96,7 +97,7 @@ class ArmStatistics:
 
 
 def bootstrap_interval(values: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the mean, clustered by ``prompt``."""
+    """Return the 95 % bootstrap interval of the mean; resampling keeps the values of a prompt together."""
     sums, counts = np.bincount(prompt, values), np.bincount(prompt)
     drawn = np.random.default_rng(0).integers(0, len(sums), (_BOOTSTRAPS, len(sums)))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
@@ -104,6 +105,6 @@ def bootstrap_interval(values: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any
 
 
 def _mcnemar(worse: int, better: int) -> float:
-    """Return the exact two-sided p value of McNemar's test."""
+    """Return the two-sided p value of McNemar's exact test."""
     n, k = worse + better, min(worse, better)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0

@@ -1,8 +1,8 @@
 """RAG workload: reused tokens and time to first token, by chunking and by repair.
 
-A library of documents is read once. Every request then puts some of them, in a new order, after a system prompt and
-before a fresh question; nothing else is stored between requests. ``found_ratio`` is the share of the documents' tokens
-that came from the cache, as a prefix or relocated.
+The worker first computes all documents of a library once. Every request then has a system prompt, some documents in a
+new order, and a new question. ``found_ratio`` is the share of the documents' tokens that came from the cache, as a
+prefix or relocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUESTION_TOKENS = 24
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids and the ends of its documents."""
+    """A prompt: its token ids, the end positions of its documents, and the tokens in documents."""
 
     tokens: list[int]
     segment_ends: list[int]
@@ -30,7 +30,7 @@ class Request:
 
 
 class Library:
-    """Documents of varying length, and requests over them."""
+    """Documents of different lengths, and requests with some of them."""
 
     def __init__(self, seed: int, documents: int, mean_tokens: int) -> None:
         self._rng = random.Random(seed)
@@ -54,7 +54,7 @@ class Library:
         return [self._request(self._documents[i : i + 4]) for i in range(0, len(self._documents), 4)]
 
     def asking(self, least: int, most: int) -> Request:
-        """Return a request over a few documents in any order."""
+        """Return a request with ``least`` to ``most`` documents in random order."""
         return self._request(self._rng.sample(self._documents, self._rng.randint(least, most)))
 
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with report.progress() as progress:
         bar = progress.add_task("measuring", total=len(arms) * (len(asked) + 1))
         for arm, flags in arms.items():
-            # One node at a time: several models would not fit into memory.
+            # Only one node runs at a time, because several models would not fit into memory.
             with Node(
                 options.model,
                 storage_bits=options.storage_bits,

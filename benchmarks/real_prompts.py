@@ -1,7 +1,7 @@
 """Real-text prompts for a trained model: reordered documents, dialogues and code, tasks, controls.
 
-The text is a sample that ships with the benchmark (``data/SOURCES.md``). A control asks for a fact of one document
-alone, so that reuse without repair does no harm.
+The text is a sample that ships with the benchmark (``data/SOURCES.md``). A control asks for a fact that one document
+contains, so reuse without repair must not harm the answer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _QUESTION_TOKENS = 48
 
 @dataclass(frozen=True)
 class RealPrompt:
-    """Beginning, documents and question, as token ids.
+    """A prompt in three parts, as token ids: its beginning ``head``, documents and question.
 
-    ``answer`` is the right one if there is one; otherwise the answer of full prefill is the reference.
+    ``answer`` is the right answer. If it is empty, the answer of the full prefill is the reference.
     """
 
     head: list[int]
@@ -34,7 +34,7 @@ class RealPrompt:
 
 
 class RealSamples:
-    """Draws prompts for a tokenizer, deterministic in ``rng``. ``sample`` holds lines of ``{"kind", "parts"}``."""
+    """Draws prompts for a tokenizer. ``sample`` is a file with lines of ``{"kind", "parts"}``."""
 
     def __init__(self, tokenizer: Any, sample: Path = SAMPLE) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +53,7 @@ class RealSamples:
         }
 
     def draw(self, kind: str, rng: random.Random) -> RealPrompt:
-        """Draw a prompt of one of TEXTS, TASKS and CONTROLS."""
+        """Draw a prompt; ``kind`` is one of TEXTS, TASKS and CONTROLS. Equal states of ``rng`` give equal prompts."""
         return self._kinds[kind](rng)
 
     def _ids(self, text: str) -> list[int]:
@@ -67,7 +67,7 @@ class RealSamples:
         return RealPrompt(head, [self._ids(d + end) for d in documents], asked, self._ids(answer) if answer else [])
 
     def _window(self, kind: str, rng: random.Random, least: int = 2, most: int = 6, step: int = 1) -> list[Any]:
-        """Return ``least`` to ``most`` consecutive parts, and the next one."""
+        """Return ``least`` to ``most`` consecutive parts of a text, and the part that follows them."""
         parts = rng.choice([p for p in self._parts[kind] if len(p) > least])
         count = min(rng.randint(least, most), len(parts) - 1)
         start = rng.randrange(0, len(parts) - count, step)
@@ -92,7 +92,7 @@ class RealSamples:
         return self._prompt(documents, f"{spoken[-1]}\n{answering}:", end="\n")
 
     def _conversation(self, rng: random.Random) -> RealPrompt:
-        """Build a chat in the model's format, two turns per document; earlier documents recur reordered."""
+        """Build a chat in the model's format, with two turns per document."""
         turns = self._window("dialogues", rng, 8, 24)
         if turns[-1][0] != "user":
             turns = turns[:-1]

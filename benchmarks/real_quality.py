@@ -1,16 +1,18 @@
 """Quality of reuse on a real model and real text: ``python -m benchmarks.quality --model smollm2``.
 
-Documents, dialogues and code are stored in another order and relocated to their places in the prompt; all tokens of the
-question and of full prefill's answer are judged, in float32. Tasks ask the reference system's own question: does the
-warm answer equal the cold one? Controls need no other document; a repair that harms them fails. ``oracle`` has the true
-keys and values of the best tokens: the upper bound of any selection. ``cost`` is a repair's rows times layers as a
-share of computing all tokens that are not exact, without the question's own pass, which all arms have (``work``
-includes it); ``cost_bound`` is the allowed cost: r + 2 / layers + the question's share (it is read once for its
-attention) + .03.
+Documents, dialogues and code are stored in another order, and relocated to their places in the prompt. All tokens of
+the question and of the full prefill's answer are judged, in float32. Tasks check whether the answer with reuse equals
+the answer without reuse. The answer of a control depends on one document; a repair that harms it fails. ``oracle`` has
+the true keys and values of the best tokens, so it is the upper bound of any selection.
 
-``exact`` arms reuse the prompt itself at several bit widths, in float32 and in bfloat16, each against full prefill in
-the same dtype; ``rounding_bfloat16`` is a full prefill in bfloat16 against one in float32. Resumes like the built-in
-model's run.
+``cost`` is the work of a repair (rows times layers), as a share of the work to compute all tokens that are not exact.
+It excludes the forward pass of the question, which all arms need; ``work`` includes this pass. ``cost_bound`` is the
+allowed cost: r + 2 / layers + the question's share + .03. The question's share is in it because a selector computes the
+question once to see its attention.
+
+The ``exact`` arms reuse the prompt itself at several bit widths, in float32 and in bfloat16. Each is compared with a
+full prefill in the same dtype. ``rounding_bfloat16`` compares a full prefill in bfloat16 with one in float32. An
+interrupted run resumes, as with the built-in model.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ RATIOS = (0.15, 0.3)
 REPAIRS = ("cacheblend", "guided", "salient")
 _ANSWER_TOKENS = 16
 _EXACT_BITS = {"float32": (16, 8, 4), "bfloat16": (16, 8)}
-# Allowed harm of a repair on controls, in nats, as in verify.
+# A repair may raise the KL of a control by this much, in nats; ``kvsidecar verify`` has the same limit.
 _HARM = 0.01
 
 Job = tuple[str, int]
@@ -47,10 +49,10 @@ Job = tuple[str, int]
 
 @dataclass(frozen=True)
 class PromptResult:
-    """Result of one prompt under one arm, compared with full prefill.
+    """Result of one arm for one prompt, compared with the full prefill.
 
-    ``kl`` (nats) and ``same`` are per judged token. ``unchanged``: the answer equals that of full prefill. ``right``:
-    the answer is right (None: unknown).
+    ``kl`` (nats) and ``same`` have a value for each judged token. ``unchanged`` says that the answer equals the answer
+    of the full prefill. ``right`` says that the answer is right; None if the right answer is unknown.
     """
 
     kl: list[float]
@@ -66,7 +68,7 @@ class PromptResult:
 
     @classmethod
     def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> PromptResult:
-        """Compare an arm's result with full prefill. Both read ``answer``; ``gold``: it is the right one."""
+        """Compare an arm's result with the full prefill. Both continue with ``answer``; ``gold`` says it is right."""
         kl, same = divergence(full, got)
         mine, theirs = got.answer_logits.argmax(-1).tolist(), full.answer_logits.argmax(-1).tolist()
         return cls(
@@ -84,7 +86,7 @@ class PromptResult:
 
 
 class Measurer:
-    """Model in each dtype, and its prompts."""
+    """The model in each dtype, and its prompt sampler; a call measures one job."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
@@ -139,7 +141,7 @@ class Measurer:
 
 
 def row(arm: str, task: str, found: list[PromptResult]) -> dict[str, Any]:
-    """Return the result row of an arm's prompts."""
+    """Return the result row of one arm for the prompts of a kind."""
     kl, same = (np.concatenate([getattr(f, name) for f in found]) for name in ("kl", "same"))
     prompt = np.repeat(np.arange(len(found)), [len(f.kl) for f in found])
     known = [f for f in found if f.right is not None]
@@ -165,9 +167,9 @@ def row(arm: str, task: str, found: list[PromptResult]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """Return the share of ``none``'s loss that repairs regain, harm on controls, and costs.
+    """Return three results of each repair: the regained share of the loss of ``none``, the harm on controls, the cost.
 
-    Shares are means over kinds of text.
+    Shares and costs are means over the kinds of text.
     """
     found = {(r["arm"], r["task"]): r for r in rows}
     out: dict[str, Any] = {}
@@ -193,7 +195,7 @@ def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the missing prompts and write all results."""
+    """Measure the prompts that the checkpoint lacks, and write all results."""
     kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     found = [((job[0], job[1]), {a: PromptResult(**f) for a, f in arms.items()}) for job, arms in kept.read()]
     found = [(job, arms) for job, arms in found if job[1] < options.n]

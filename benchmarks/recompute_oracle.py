@@ -1,4 +1,4 @@
-"""Oracle of selective recompute: true keys and values of the most important tokens."""
+"""Oracle of selective recompute, which knows the true keys and values of all tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference_svc.model_runner import forward_batch
 
 
 class _AttentionRecorder:
-    """Records each key's maximum probability over rows, layer by layer."""
+    """Records the maximum attention probability of each token over the rows of a batch, layer by layer."""
 
     def __init__(self, tokens: int) -> None:
         self.layers: list[Tensor] = []
@@ -28,9 +28,9 @@ class _AttentionRecorder:
 
 @dataclass(frozen=True)
 class FullPrefill:
-    """Full prefill: keys and values ``[layers, kv_heads, tokens, head_dim]``, attention and result.
+    """Full prefill of a prompt: keys and values ``[layers, kv_heads, tokens, head_dim]``, attention and result.
 
-    The attention ``[layers, heads, tokens]`` is each token's maximum probability over the question's rows.
+    ``looks [layers, heads, tokens]`` is the maximum attention probability of each token over the question's rows.
     """
 
     keys: Tensor
@@ -42,7 +42,7 @@ class FullPrefill:
     def of(
         cls, lab: ReuseLab, tokens: Sequence[int], question: int, go_on: int = 0, answer: Sequence[int] = ()
     ) -> FullPrefill:
-        """Prefill a prompt whose question begins at token ``question``, and an answer; see ``ReuseLab.full``."""
+        """Prefill a prompt, whose question begins at index ``question``, and an answer, as ``ReuseLab`` does."""
         with lab.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = lab.prefill(tokens, table, np.arange(question, len(tokens)))
@@ -68,9 +68,10 @@ def oracle_outcome(
     logits_at: Positions,
     answer: Sequence[int],
 ) -> LabResult:
-    """Reuse with the true keys and values of the best share of tokens.
+    """Reuse chunks, with the true keys and values of the best tokens.
 
-    The score is attention times the deviation of values, per layer and head. The cost is the question's alone.
+    ``ratio`` is the share of these tokens. A token's score sums, over layers and heads, the square of its attention
+    times the deviation of its values. The cost counts only the question.
     """
     with lab.pages(len(tokens) + len(answer)) as table:
         plan = lab.place_chunks(table, tokens, exact, placed)

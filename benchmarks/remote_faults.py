@@ -1,18 +1,20 @@
 """Faults of the remote tier under load: two nodes with workers, and a faulty network.
 
-Each node has its own network path to one Valkey (``proxy.py``), and so small a cache that most of its reads come from
-there. Every fault lasts ``--seconds``; afterwards node B must find the chunks that node A reads. Every prompt is a
-known document and a new question; each answer is compared with that of the same prompt computed in full (greedy, 16-bit
-storage). With ``--out`` an interrupted run resumes with the next fault.
+Each node has its own network path to one Valkey (``proxy.py``). The nodes' caches are so small that most reads come
+from the Valkey. Every fault lasts ``--seconds``; afterwards, node B must find the chunks that node A stores. Every
+prompt is a known document and a new question. Each answer is compared with the answer to the same prompt without the
+cache (greedy, 16-bit storage). With ``--out``, an interrupted run resumes with the next fault.
 
-killed, hung, full     the server: SIGKILL, SIGSTOP, no memory left
-slow                   200 ms and 5 % loss on the way there, where the server can be on a separate host and the kernel
-                       has ``netem``; elsewhere every piece of an answer comes 200 ms late
-garbage                answers are random bytes
-foreign                values are replaced, five times a second: by another chunk's, another format's, truncated, a bit
-                       flipped
-cut                    every connection ends at once
-apart                  one node's network alone is down
+killed   the server gets SIGKILL
+hung     the server gets SIGSTOP
+full     the server has no memory left
+slow     packets to the server have a delay of 200 ms and a loss of 5 %, if the server can be on a separate host and the
+         kernel has ``netem``; otherwise every piece of the server's data comes 200 ms late
+garbage  the server's data is replaced by random bytes
+foreign  five times a second, a stored value is replaced: by another chunk's value, by one of another format version, by
+         a truncated value, or by one with a flipped bit
+cut      every connection is closed at once
+apart    the network of one node is down
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class ClientResults:
 
 
 class FaultScenario:
-    """Two nodes, a network path each, and the server; a client of each node asks until the end."""
+    """Two nodes, their network paths, and the server. Each node has a client, which sends requests until the end."""
 
     def __init__(self, model: str, seed: int, stack: ExitStack) -> None:
         self._rng = random.Random(seed)
@@ -87,7 +89,7 @@ class FaultScenario:
         stack.callback(self._stop)
 
     def start(self) -> None:
-        """Start; return when everything is in the tier and both nodes use it."""
+        """Store all documents in the tier, then start the clients."""
         self.until(lambda: not any(node.cache_stats().remote_failing for node in self.nodes))
         for document in self.documents:
             self.nodes[0].client().generate(document, max_tokens=1, deadline=_DEADLINE_SECONDS)
@@ -102,7 +104,7 @@ class FaultScenario:
                 client.join()
 
     def settle(self) -> None:
-        """Wait until A's chunks are in the tier, if the tier accepts writes."""
+        """Wait until all of A's chunks are in the tier, or A reports that the tier fails."""
         self.nodes[0].settle()
         self.until(lambda: (stats := self.nodes[0].cache_stats()).remote_pending == 0 or bool(stats.remote_failing))
 
@@ -131,7 +133,7 @@ class FaultScenario:
             seen.plain_ms.append(plain.ttft_ms)
 
     def works(self) -> bool:
-        """Return True if B finds the chunks in the tier that A reads now."""
+        """Let A compute a new document; return True if B finds its chunks in the tier."""
         prompt = self.fresh(DOCUMENT_TOKENS)
         self.nodes[0].client().generate(prompt, max_tokens=1, deadline=_DEADLINE_SECONDS)
         self.settle()
@@ -217,7 +219,7 @@ def _foreign(scene: FaultScenario) -> Iterator[None]:
 
 
 def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -> None:
-    """Replace values by wrong ones."""
+    """Replace random values in the server by wrong values until ``over`` is set."""
     while not over.wait(_PAUSE_SECONDS):
         names = [name for name in server.names() if not name.endswith("mark")]
         if len(names) < 2:
@@ -227,10 +229,10 @@ def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -
         if not value:
             continue
         kind = rng.randrange(4)
-        if kind == 0:  # another chunk's value, which does not contain its own name
+        if kind == 0:  # the value of another chunk; a value does not contain the chunk's name
             value = bytearray(server.command("GET", other) or b"x")
         elif kind == 1:
-            value[4] ^= 0xFF  # wrong record version
+            value[4] ^= 0xFF  # the version of the record format
         elif kind == 2:
             del value[len(value) // 2 :]
         else:
@@ -254,11 +256,11 @@ FAULTS: dict[str, Callable[[FaultScenario], Any]] = {
 
 
 def one(scene: FaultScenario, fault: str, seconds: float) -> dict[str, Any]:
-    """Inject a fault, wait until the tier is used again, and return its row."""
+    """Inject a fault, wait until both nodes use the tier again, and return the fault's row."""
     scene.seen[:] = [ClientResults(), ClientResults()]
     before, began = [node.cache_stats() for node in scene.nodes], time.monotonic()
     with FAULTS[fault](scene):
-        # Both clients sent at least one request in the meantime, on a machine of any speed.
+        # The fault lasts until each client has completed a request, even on a slow machine.
         scene.until(lambda: time.monotonic() - began >= seconds and all(s.requests + s.failed for s in scene.seen),
                     seconds + _LATEST_SECONDS)  # fmt: skip
         during = list(scene.seen)

@@ -1,7 +1,11 @@
 """Program of ``remote_reads`` on the remote host: one transfer per line of standard input.
 
-Each line names a transfer, its answer is a line of JSON with bytes and seconds: ``socket`` and ``tls`` receive from a
-plain connection and one over TLS, ``read`` and ``write`` are a session's Fetch and Fill.
+Each line names a transfer. The answer is a line of JSON with bytes and seconds.
+
+socket  receive data over a plain connection
+tls     receive data over TLS
+read    a session's Match and Fetch of a stored prompt
+write   a session's Reserve, Fill and Commit of a new prompt
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, float]:
-    """Receive until the server closes the connection; return bytes and seconds."""
+    """Receive until the server closes the connection; return bytes and seconds after the first piece."""
     host, _, port = address.rpartition(":")
     connection: socket.socket = socket.create_connection((host, int(port)))
     if context is not None:
@@ -39,7 +43,7 @@ def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, floa
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with connection:
         connection.sendall(b"?")
-        connection.recv_into(buffer)  # data arrives
+        connection.recv_into(buffer)  # the clock starts when the first piece has arrived
         began = time.perf_counter()
         taken = 0
         while count := connection.recv_into(buffer):
@@ -48,7 +52,7 @@ def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, floa
 
 
 class Worker:
-    """Session of the daemon."""
+    """A worker's session with the daemon, which transfers chunks of one prompt."""
 
     def __init__(self, address: ServiceAddress, tokens: int) -> None:
         self._link = DaemonConnection(address, "far", descriptor(NAME, GEOMETRY))
@@ -66,7 +70,7 @@ class Worker:
         self._link.close()
 
     def read(self) -> tuple[int, float]:
-        """Fetch the stored chunks of the prompt into this process's memory, checked."""
+        """Fetch the stored chunks of the prompt and check their checksums; return bytes and seconds."""
         began = time.perf_counter()
         found = self._matcher.match(self.session, list(range(self._tokens)), b"")
         size = 0
@@ -78,7 +82,7 @@ class Worker:
         return size, time.perf_counter() - began
 
     def write(self) -> tuple[int, float]:
-        """Store a new prompt, then delete it."""
+        """Store the chunks of a new prompt, then delete them; return bytes and seconds of the store."""
         self._written += 1
         headers, size = [], 0
         root = keys.tenant_root(self._link.namespace, b"")

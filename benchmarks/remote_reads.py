@@ -1,12 +1,12 @@
-"""Throughput of a remote worker: chunks read and written over mTLS, against iperf3.
+"""Throughput of a remote worker, which reads and writes chunks over mTLS, against iperf3.
 
 The other host is a network namespace behind a shaped link (``network_links.py``), so both ends share this machine's
-cores. In each repeat all arms alternate:
+cores. Every repeat measures all arms in turn:
 
-iperf3   the link's capacity, one TCP connection, unencrypted (a plain socket if there is no iperf3)
-tls      one TLS connection between two Python processes: what encryption leaves of that on these cores
-read     a session's Match and Fetch, each payload checked by its checksum: a worker's steps before unpacking
-write    Reserve, Fill and Commit of as many bytes
+iperf3   the capacity of the link: one unencrypted TCP connection (without iperf3, a plain socket)
+tls      the same with encryption: one TLS connection between two Python processes
+read     a worker's steps before it unpacks chunks: Match, Fetch, and a check of each payload's checksum
+write    Reserve, Fill and Commit of the same number of bytes
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARMS = ("iperf3", "tls", "read", "write")
 
 
 class ByteSender:
-    """Server that sends a number of bytes to every client that sends a byte."""
+    """Server that sends ``size_bytes`` to every client, after the client has sent one byte."""
 
     def __init__(self, host: str, size_bytes: int, context: ssl.SSLContext | None) -> None:
         self._size, self._context = size_bytes, context
@@ -67,7 +67,7 @@ class ByteSender:
 
 
 class TwoHosts:
-    """Daemon on this side of a link, with a stored prompt, and a worker on the other."""
+    """A daemon on this side of a link, which has stored a prompt, and a worker on the other side."""
 
     def __init__(self, wire: Link, tokens: int, stack: ExitStack) -> None:
         self._wire, size = wire, tokens * TOKEN_BYTES
@@ -110,7 +110,7 @@ class TwoHosts:
             near.close()
 
     def rate(self, arm: str) -> float:
-        """Return the bytes per second of one transfer."""
+        """Run one transfer of an arm; return its bytes per second."""
         if arm == "iperf3" and shutil.which("iperf3"):
             return self._iperf3()
         assert self._far.stdin is not None
@@ -123,14 +123,14 @@ class TwoHosts:
 
     def _iperf3(self) -> float:
         said = ""
-        for _ in range(5):  # retried if the server was not ready
+        for _ in range(5):  # try again with another server if one fails
             port = str(free_port())
             server = subprocess.Popen(
                 ["iperf3", "-s", "-1", "-B", self._wire.near, "-p", port], stdout=subprocess.DEVNULL
             )
             command = [*self._wire.inside, "iperf3", "-c", self._wire.near, "-p", port, "-R", "-t", "1", "-J"]
             try:
-                for _ in range(50):  # until the server listens
+                for _ in range(50):  # try again until the server listens
                     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
                     found = json.loads(done.stdout or "{}")
                     if "sum_received" in found.get("end", {}):

@@ -1,7 +1,7 @@
 """Real servers for remote tiers, as local processes: Redis or Valkey, S3, Azure's emulator.
 
-Each exists if it is installed. ``inside`` is a command prefix that runs a server elsewhere, such as in a network
-namespace.
+A server is available only if its program is installed. ``inside`` is a command prefix that runs the server elsewhere,
+such as in a network namespace.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.certificate_authority import IssuedCertificate
 from benchmarks.node import free_port
 
 _SECONDS = 30.0
-# Only the connection is checked, not the identity.
+# The readiness check does not verify the server's certificate.
 _UNCHECKED = ssl._create_unverified_context()
 _TOOLS = Path("build/tools/usr/bin")
 
 
 def server_program() -> str | None:
-    """Find a Valkey or Redis server; None if there is none."""
+    """Return the path of a Valkey or Redis server; None if none is installed."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name) or shutil.which(name, path=str(_TOOLS.absolute()))
         if found:
@@ -52,7 +52,7 @@ def why_no_valkey() -> str:
 
 @dataclass(eq=False)
 class RedisServer:
-    """One Redis process without persistence; ``flags`` are further settings."""
+    """One Redis or Valkey process without persistence. ``flags`` are additional arguments."""
 
     folder: Path
     flags: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class RedisServer:
         self.stop()
 
     def command(self, *words: str | bytes) -> Any:
-        """Send a command and return the answer; errors are text with a leading ``-``."""
+        """Send a command and return the answer. An error is text that begins with ``-``."""
         with (
             socket.create_connection((self.host, self.port), timeout=10) as connection,
             connection.makefile("rb") as file,
@@ -141,7 +141,7 @@ def _answer(file: Any) -> Any:
 
 @dataclass(eq=False)
 class RedisCluster:
-    """Three masters that share the slots; ``flags`` are further settings."""
+    """Cluster of three masters, which share the slots. ``flags`` are additional arguments."""
 
     folder: Path
     flags: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ class RedisCluster:
 
 
 def _port_of_a_cluster() -> int:
-    """Return a free port whose cluster bus port (10,000 higher) is free too: no other call returns that one."""
+    """Return a free port whose cluster bus port, which is 10,000 higher, is free, too."""
     while True:
         port = free_port() - 10_000
         with suppress(OSError):
@@ -206,7 +206,7 @@ def _weed() -> str | None:
 
 
 def why_no_azure() -> str:
-    """Return the reason that tests with Azure's blobs cannot run; empty if they can."""
+    """Return the reason that tests with Azure's blob emulator cannot run; empty if they can."""
     if importlib.util.find_spec("obstore") is None:
         return "needs obstore: pip install 'kvsidecar[azure]'"
     return "" if _azurite() else "needs Azure's emulator: npm install --prefix build/azurite azurite"
@@ -255,9 +255,9 @@ class AzureServer:
         return self
 
     def _made(self) -> bool:
-        """Create the container; True on success.
+        """Create the container; return True on success.
 
-        Signed with the account's key (Authorize with Shared Key, version 2021-08-06).
+        The account's key signs the request (Authorize with Shared Key, version 2021-08-06).
         """
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
         named = "".join(f"{name}:{value}\n" for name, value in headers.items())
@@ -282,7 +282,7 @@ class AzureServer:
 
 @dataclass(eq=False)
 class S3Server:
-    """Real S3 store with one bucket; with ``issued`` it serves TLS only, with that certificate."""
+    """Real S3 store with one bucket. With ``issued``, it serves only TLS, with this certificate."""
 
     folder: Path
     port: int = field(default_factory=_port_of_a_cluster)
@@ -327,7 +327,7 @@ class S3Server:
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         try:
-            # Buckets are folders of the filer; the S3 server starts last.
+            # A bucket is a folder of the filer. The S3 server starts last, so wait for it, too.
             self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/", "POST")
             self._until(f"{self.endpoint}/chunks/none", "GET")
         except BaseException:
@@ -336,7 +336,7 @@ class S3Server:
         return self
 
     def _until(self, url: str, method: str) -> None:
-        """Poll until the server answers, with any status."""
+        """Poll until the server answers with a status below 500."""
         deadline = time.monotonic() + _SECONDS
         while True:
             assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]

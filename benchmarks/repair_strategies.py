@@ -1,8 +1,9 @@
-"""Repair strategies that only benchmarks run: baselines for those of the worker.
+"""Repair strategies that only benchmarks use, as baselines for the worker's strategies.
 
-``random`` measures the value of a budget that is spent without a choice. ``first_k`` recomputes the first tokens of
-every chunk, which took the beginning of their old context for the beginning of all (EPIC, Hu et al., arXiv:2410.15332).
-At r = 0.15 they regain .15 and .18 of the accuracy that reuse without repair loses, ``guided`` .96.
+``random`` recomputes random tokens. ``first_k`` recomputes the first tokens of every chunk (EPIC, Hu et al.,
+arXiv:2410.15332): a model attends strongly to the first tokens of a prompt, and these tokens were wrongly computed as
+such. Of the accuracy that reuse without repair loses, ``random`` regains .15 at r = 0.15, ``first_k`` .18, and
+``guided`` .96.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelecto
 
 
 class RandomTokens:
-    """Random tokens; the same draw for the same plan."""
+    """Strategy that recomputes random tokens. Equal plans get equal tokens."""
 
     name, depth, needs_deviation, attention_depth = "random", 0, False, 0.0
 
@@ -36,4 +37,4 @@ class FirstK:
 
 
 STRATEGIES: dict[str, TokenSelector] = {**selectors.SELECTORS, "random": RandomTokens(), "first_k": FirstK()}
-"""The worker's strategies and those of this module, by name."""
+"""The worker's strategies and the strategies of this module, by name."""

@@ -1,7 +1,7 @@
-"""Replay of multi-turn conversations: without cache, warm, and after worker or daemon kills.
+"""Replay of multi-turn conversations: without the cache, with it, and after kills of worker or daemon.
 
-Each mode has a node of its own, so that none warms another's cache; turns of the modes alternate. In
-``worker_restarted`` and ``daemon_restarted`` the process gets SIGKILL before every turn from the second on.
+Each mode has its own node (except ``nocache``, which shares one), so no mode warms the cache of another. The modes take
+turns. In ``worker_restarted`` and ``daemon_restarted``, the process gets SIGKILL before every turn but the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODES = ("nocache", "warm", "worker_restarted", "daemon_restarted")
 
 @dataclass
 class History:
-    """Conversation of one mode: the token ids so far, and each answer."""
+    """A conversation in one mode: all token ids so far, and the answers."""
 
     tokens: list[int] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Turn:
 
 
 def ask(client: Client, mode: str, history: History, user: list[int], recorded: list[int] | None, length: int) -> Turn:
-    """Send one turn and extend the history by the answer (or by the recorded one)."""
+    """Send one turn; extend the history by the answer or, if there is one, by the recorded answer."""
     known = len(history.tokens)
     prompt = history.tokens + user
     result = client.generate(
@@ -46,7 +46,7 @@ def ask(client: Client, mode: str, history: History, user: list[int], recorded: 
     )
     history.answers.append(result.token_ids)
     history.tokens = prompt + (result.token_ids if recorded is None else recorded)
-    # The keys of an answer's last token were never computed.
+    # The engine never computed the keys of an answer's last token, so this token cannot be reused.
     ideal = min(max(0, known - 1 if recorded is None else known), len(prompt) - 1)
     return Turn(result.ttft_ms, result.prompt_tokens, result.cached_tokens, ideal)
 
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     histories = {m: [History() for _ in conversations] for m in modes}
     measured: dict[tuple[str, int], list[Turn]] = {}
     with ExitStack() as stack, report.progress() as progress:
-        # nocache and warm share a node: nocache neither reads nor writes the cache.
+        # nocache and warm share a node, because nocache neither reads nor writes the cache.
         nodes: dict[str, Node] = {}
         for mode in modes:
             partner = nodes.get("warm" if mode == "nocache" else "nocache") if mode in MODES[:2] else None
@@ -121,7 +121,7 @@ def _summary(
         out["reuse_of_ideal"] = ratio(sum(t.cached_tokens for t in warm), max(1, sum(t.ideal_tokens for t in warm)))
     for mode in ("worker_restarted", "daemon_restarted"):
         if {"warm", mode} <= set(modes):
-            # Paired by turn; the first turn has nothing to reuse.
+            # Compare the modes turn by turn, without the first turn, which has nothing to reuse.
             pairs = [ttft(mode, t) / ttft("warm", t) for t in range(1, options.turns)]
             out[f"{mode}_over_warm"] = round(report.median(pairs), 3) if pairs else 1.0
             out[f"{mode}_over_warm_last_turn"] = ratio(ttft(mode), ttft("warm"))

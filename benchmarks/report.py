@@ -25,7 +25,7 @@ _VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "lmdb", "numpy")
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """Create a parser with the arguments of all benchmarks."""
+    """Create a parser with the arguments that all benchmarks have."""
     out = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
     out.add_argument("--quick", action="store_true", help="run the small size")
     out.add_argument("--out", type=Path, help="write the results to this JSON file")
@@ -33,7 +33,7 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def exit_on_sigterm() -> None:
-    """Handle SIGTERM like Ctrl-C, so that started processes are stopped and removed."""
+    """Handle SIGTERM like Ctrl-C, so that a benchmark stops its processes and removes its files."""
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore further signals
@@ -43,7 +43,7 @@ def exit_on_sigterm() -> None:
 
 
 def progress() -> Progress:
-    """Return a progress bar on a terminal; periodic lines in a log."""
+    """Return a progress display: a bar on a terminal, and periodic lines elsewhere."""
     return Progress(console=console, transient=True) if console.is_terminal else _Lines(console=console, disable=True)
 
 
@@ -69,7 +69,7 @@ class _Lines(Progress):
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine."""
+    """Describe the machine: CPU, cores, memory, system, and GPU if there is one."""
     lines = _read("/proc/cpuinfo").splitlines()
     model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor())
     memory = next((int(line.split()[1]) for line in _read("/proc/meminfo").splitlines() if "MemTotal" in line), 0)
@@ -100,7 +100,7 @@ def write(
     summary: dict[str, Any],
     shown: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Print the rows (all columns, or those of ``shown``) and the summary; write them with ``--out``."""
+    """Print rows and summary, and with ``--out`` write them as JSON. ``shown`` limits the printed columns."""
     config = {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
     versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
     result = {
@@ -123,10 +123,7 @@ def write(
 
 
 def document(result: dict[str, Any]) -> str:
-    """Return a result as JSON with one measured row, or one named value, on each line.
-
-    So a changed row is one line of a diff. Reads back equal to ``result``.
-    """
+    """Return a result as JSON, with one row or one named value per line, so that diffs are short."""
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {_by_lines(value)}" for key, value in result.items()) + "\n}\n"
 
 
@@ -139,7 +136,7 @@ def _by_lines(value: Any) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Format rows of equal keys as a table; dictionaries are left out."""
+    """Format rows as a table. Columns that contain dictionaries are left out."""
     out = Table()
     names = [
         k for k in dict.fromkeys(k for row in rows for k in row) if not any(isinstance(r.get(k), dict) for r in rows)
@@ -158,12 +155,12 @@ def _shown(value: Any) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median, rounded."""
+    """Return the median, rounded to four decimals."""
     return round(statistics.median(values), 4)
 
 
 def figure(values: Sequence[float], name: str = "median", prefix: str = "") -> dict[str, float | int]:
-    """Return median, spread and number of the values, as fields ``name``, ``[prefix_]spread`` and ``[prefix_]n``."""
+    """Return the fields ``name`` (median), ``[prefix_]spread``, and ``[prefix_]n`` (number of values)."""
     prefix = f"{prefix}_" if prefix else ""
     return {name: median(values), f"{prefix}spread": spread(values), f"{prefix}n": len(values)}
 

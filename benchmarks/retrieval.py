@@ -1,9 +1,9 @@
 """Retrieval with one flag: documents of real text in many orders, on a node with --reuse-anywhere.
 
-``kept_ratio`` is the share of cached tokens among those that repair does not compute again. ``ttft_ratio`` compares the
-fastest TTFT over all orders with the fastest one without the cache; every order has the same work, so the fastest one
-is the least disturbed. ``cost`` is the repair's formula: uncached tokens, and the share of a prefill that the selector
-needs for the others.
+``kept_ratio`` is the share of reused tokens among the tokens that repair does not compute again. ``ttft_ratio`` is the
+fastest TTFT over all orders divided by the fastest TTFT without the cache. All orders need the same work, so the
+fastest one is disturbed least. ``cost`` is the expected work as a share of a prefill: the uncached tokens, and the
+selector's share of the relocated tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DOCUMENTS = 10
 
 
 def retrieved(tokenizer: Any, tokens: int, rng: random.Random) -> list[str]:
-    """Return texts of ``tokens`` tokens from the sample."""
+    """Return ``DOCUMENTS`` texts of ``tokens`` tokens each from the sample."""
     lines = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     ids = tokenizer(" ".join(part for line in lines if line["kind"] == "documents" for part in line["parts"]))
     starts = rng.sample(range(0, len(ids["input_ids"]) - tokens, tokens), DOCUMENTS)
@@ -35,13 +35,13 @@ def retrieved(tokenizer: Any, tokens: int, rng: random.Random) -> list[str]:
 
 
 def messages(texts: list[str], order: int) -> list[dict[str, str]]:
-    """Return a question, new in each order, behind the documents."""
+    """Return a chat with the documents and a question, which is new for each order."""
     question = f"Using the texts, say in one sentence what matters most about point {order}."
     return [{"role": "user", "content": "\n\n".join([*texts, question])}]
 
 
 def measure(node: Node, tokenizer: Any, tokens: int, orders: int, cost_share: float) -> dict[str, Any]:
-    """Measure one length of documents."""
+    """Measure documents of one length."""
     rng, client = random.Random(tokens), node.client()
     texts = retrieved(tokenizer, tokens, rng)
     client.generate(messages(texts, 0), max_tokens=1)

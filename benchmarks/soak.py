@@ -1,8 +1,8 @@
-"""Soak test: mixed load with eviction churn; memory, store size and p99 of Match over time.
+"""Soak test: memory, store size and p99 of Match over time, under a mixed load that evicts chunks.
 
-No process is killed. A measure is flat if a straight line through its samples, from the end of the first sixth (ten
-minutes of an hour) to the end, rises by at most ``--rise-mb``. Match is stable if its p99 in the last sixth is at most
-1.25 times that in the second sixth.
+The benchmark kills no process. It leaves out the first sixth of the run (ten minutes of an hour). A measure is flat if
+a straight line through its other samples rises by at most ``--rise-mb``. Match is stable if its p99 in the last sixth
+is at most 1.25 times its p99 in the second sixth.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.peer import Peer
 _ALLOWED_P99, _ALLOWED_FILE = 1.25, 1.5
 _SESSION_SECONDS = 60.0
 _PARTS = 6
-# Maximum number of rows; for an hour each covers a minute.
+# Maximum number of rows; in a run of an hour, each row covers a minute.
 _ROWS = 60
 _LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
 
 class Worker:
-    """Thread that runs one client after another, because real sessions start and end."""
+    """Thread that runs one client after another, because real sessions start and end, too."""
 
     def __init__(self, node: Node, seed: int, prompts: int) -> None:
         self._node, self._rng, self._prompts = node, random.Random(seed), prompts
@@ -51,7 +51,7 @@ class Worker:
         self._thread.join()
 
     def taken(self) -> list[float]:
-        """Return the durations of Match since the previous call."""
+        """Return the durations of the Match calls since the previous call of this method, in milliseconds."""
         taken, self.waits_ms = self.waits_ms, []
         return taken
 
@@ -67,7 +67,7 @@ class Worker:
             peer.close()
 
     def _work(self, peer: Peer) -> None:
-        # Some prompts recur, others occur once.
+        # Some prompts occur many times, others only once.
         n = int(self._rng.paretovariate(0.6)) % self._prompts
         salt = self._rng.choice((b"", b"", b"tenant"))
         ids = prompt(n)
@@ -83,7 +83,7 @@ class Worker:
 
 
 def rise(samples: list[tuple[float, float]]) -> float:
-    """Return the rise of a straight line through ``(time, value)`` from the first to the last."""
+    """Fit a straight line to ``(time, value)`` samples; return its rise from the first to the last time."""
     if len(samples) < 2:
         return 0.0
     at, values = np.array(samples).T
@@ -92,9 +92,9 @@ def rise(samples: list[tuple[float, float]]) -> float:
 
 
 def thin_samples(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
-    """Reduce the rows to at most ``most``, each for equally many samples.
+    """Reduce the rows to at most ``most`` by merging groups of equal size.
 
-    A row has the maximum of gauges, the sum of the matches and the last value of counters.
+    A merged row has the last value of each counter, the sum of the matches, and the maximum of every other column.
     """
     each = -(-len(rows) // most)
     groups = [rows[i : i + each] for i in range(0, len(rows), each or 1)]
@@ -107,7 +107,7 @@ def _of(name: str, values: list[Any]) -> Any:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds, rows = options.minutes * 60.0, []
-    waits = [array("f") for _ in range(_PARTS)]  # small: the load's own memory is measured, too
+    waits = [array("f") for _ in range(_PARTS)]  # arrays, because the memory of this process is measured, too
     flags = {"staging_bytes": "8MiB"}
     budget = parse_size(options.store_bytes)
     with (

@@ -1,11 +1,16 @@
 """Decode speed with and without speculation, by kind of text: edits, agents' traces, chat, random text.
 
-``suffix`` proposes the tokens that followed the same suffix before; ``trees`` proposes several branches of those;
-``draft`` uses ``--draft-model``; ``self`` uses a copy of the model at 4 bits. ``expected_tokens_per_s`` is computed
-from acceptance and measured costs: tokens over the cost of steps with as many rows and of proposing. All arms answer
-the same prompts, interleaved in every repeat with rotating order. Each prompt has its own tenant, so that no arm looks
-up another arm's answer. Answers end where the model ends them, because continued text would be of another kind. Every
-answer is compared with that of the plain arm, greedy or with the same seed.
+plain   no speculation
+suffix  proposes the tokens that followed the same suffix before
+trees   proposes several branches of such tokens
+draft   uses ``--draft-model``
+self    uses a copy of the model with 4-bit weights as draft model
+
+``expected_tokens_per_s`` is computed from acceptance and measured costs: the number of tokens, divided by the time of
+the steps (by their rows) and of the proposals. All arms answer the same prompts, in an order that rotates with every
+repeat. Each batch of an arm has its own tenant, so no arm finds the answers of another arm. Answers end where the model
+ends them, because text after that would be of another kind. Every answer is compared with the answer of the plain arm,
+greedy or with the same seed.
 """
 
 from __future__ import annotations
@@ -32,20 +37,20 @@ _ARMS: dict[str, dict[str, Any]] = {
     "draft": {"speculation": "draft"},
     "self": {"speculation": "draft"},
 }
-_FEWEST = 4  # prompts per repeat, in batches
+_FEWEST = 4  # minimum number of prompts per repeat
 _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas")
 
 
 @dataclass(frozen=True)
 class SampledPrompt:
-    """Prompt with its sampling parameters."""
+    """A prompt with its sampling parameters."""
 
     prompt: Any
     options: dict[str, Any]
 
 
 def edits(rng: random.Random) -> SampledPrompt:
-    """Build a prompt that asks for a file to be rewritten with one change."""
+    """Build a prompt that asks to rewrite a file with one change."""
     known = [json.loads(line)["source"] for line in (_DATA / "functions.jsonl").read_text("utf-8").splitlines()]
     file = "\n\n\n".join(rng.sample(known, 3))
     name = rng.choice(known[:8]).split("(")[0].removeprefix("def ")
@@ -54,10 +59,7 @@ def edits(rng: random.Random) -> SampledPrompt:
 
 
 def agents(rng: random.Random) -> SampledPrompt:
-    """Build a prompt that asks to convert a tool result to another tool's format.
-
-    Two such turns precede it.
-    """
+    """Build a prompt that asks to repeat a tool result with one change. Two such turns precede this one."""
     messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
     for turn in range(3):
         order = {
@@ -82,7 +84,7 @@ def chat(rng: random.Random) -> SampledPrompt:
 
 
 def unique(rng: random.Random) -> SampledPrompt:
-    """Build a prompt without repetition: random words, with penalties on repetition."""
+    """Build a prompt of random words; a repetition penalty keeps the answer from repeating itself, too."""
     words = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(80))
     options = {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5, "ignore_eos": True}
     return SampledPrompt(words, options)
@@ -93,7 +95,7 @@ _KINDS = {"edits": edits, "agents": agents, "chat": chat, "unique": unique}
 
 @dataclass
 class ArmTotals:
-    """Accumulated results of one arm in one workload and batch."""
+    """Accumulated results of one arm for one kind of text and one batch size."""
 
     rates: list[float] = field(default_factory=list)
     generated: int = 0
@@ -105,14 +107,14 @@ class ArmTotals:
 
     @property
     def passes(self) -> int:
-        """Return the steps of a sequence: one per token that was not an accepted draft token."""
+        """Number of steps, counted per sequence: one for each token that was not an accepted draft token."""
         return max(1, self.generated - self.accepted)
 
     def add(self, repeat: list[BatchResult], batch: int) -> None:
-        """Add the batches of one repeat."""
+        """Add the results of one repeat."""
         results = [r for measured in repeat for r in measured.answers]
         tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
-        # Continuous batching: finished sequences are replaced at once.
+        # The rate assumes continuous batching, in which a new sequence replaces a finished one at once.
         self.rates.append(batch * tokens / seconds)
         self.generated += tokens
         self.drafted += sum(r.draft_tokens for r in results)
@@ -123,9 +125,9 @@ class ArmTotals:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Answers of a batch and the expected seconds of its steps and proposals.
+    """Answers of a batch, and the expected seconds of its steps and proposals.
 
-    Also counts the accepted tokens of branches other than the first.
+    ``branched`` is the number of accepted tokens in branches other than the first.
     """
 
     answers: list[Result]
@@ -134,10 +136,10 @@ class BatchResult:
 
 
 def measure(engine: Engine, asks: list[SampledPrompt], arm: str, length: int) -> BatchResult:
-    """Return one arm's answers to a batch."""
+    """Let one arm answer a batch of prompts."""
     options: dict[str, Any] = {"max_tokens": length, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
-    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # all decode together afterwards
+    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # prefill first
     speculator = engine._runtime.engine.speculator
     before = replace(speculator.stats, rows=speculator.stats.rows.copy())
     found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
@@ -172,7 +174,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine, list[str]]]:
-    """Return the engines, each with its arms; ``plain`` is in the first."""
+    """Return the engines, each with the names of its arms; the first engine has ``plain``."""
 
     def start(draft_model: str) -> Engine:
         made = Engine.from_pretrained(

@@ -1,8 +1,8 @@
 """Cost of 8-bit and 4-bit storage: exact reuse against full prefill, by dtype and prompt.
 
-The prompts are those of ``kvsidecar verify``: documents, stored and restored at their own positions, followed by a
-question that is computed. KL is in nats per token of the question; ``equal_of_16`` counts the greedy tokens after it
-before the first difference.
+The prompts are those of ``kvsidecar verify``: documents and a question. The documents are stored and loaded at their
+own positions, and the question is computed. KL is in nats per token of the question. ``equal_of_16`` is the number of
+equal tokens at the beginning of the 16 greedy tokens of the answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """Throughput of the store's paths against memory, disk and Redis on the same machine.
 
-``arena`` is a Match and a copy of every chunk out of the arena; its lease is released asynchronously, as by workers.
-``arena_single`` is the same for a prompt of one chunk, ``arena_write`` Reserve, a copy into staging with its checksum,
-and Commit. ``lmdb_cold`` reads the durable tier and ``pread_cold`` the same file, the page cache dropped. ``redis``
-answers one pipelined MGET over a Unix socket, received into one buffer; ``redis_write`` is as many pipelined SETs. All
-arms of a size follow each other in each repetition; times are per chunk. ``rpc`` is an empty call: gRPC's own share of
-a Match on this machine.
+arena         a Match, and a copy of every chunk out of the arena; the lease is released asynchronously, as workers do
+arena_single  the same for a prompt of one chunk
+arena_write   Reserve, a copy into staging with its checksum, and Commit
+lmdb_cold     reads of the durable tier, after the page cache was dropped
+pread_cold    plain reads of the same file, after the page cache was dropped
+redis         one MGET of all chunks over a Unix socket, received into one buffer
+redis_write   one SET per chunk, pipelined
+rpc           an empty call, which shows how much of a Match is gRPC's time
+
+Every repetition measures all arms of a size in turn. Times are per chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ _PATHS = (
 
 
 class ArmTimes:
-    """Seconds per chunk of one arm at one size."""
+    """Times of one arm at one size, in seconds per chunk."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
         self.path, self.size_bytes = path, size_bytes
@@ -73,18 +77,18 @@ class ArmTimes:
 
 
 class Redis:
-    """Redis server on a Unix socket, without persistence, and one pipelining client."""
+    """Redis server on a Unix socket without persistence, and one client that pipelines commands."""
 
     def __init__(self, folder: Path) -> None:
         path = str(folder / "redis.sock")
         self._server = RedisServer(folder, ("--unixsocket", path))
         self._server.start()
-        assert self._server.command("PING") == "PONG"  # it listens on all addresses now
+        assert self._server.command("PING") == "PONG"  # it listens on the Unix socket now, too
         self._client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._client.connect(path)
 
     def set(self, names: list[bytes], value: memoryview) -> None:
-        """Write the same value under all names; replies are awaited at the end."""
+        """Write the same value under all names, then wait for all replies."""
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n"
         for name in names:
             self._client.sendmsg([head % (len(name), name, len(value))], (), socket.MSG_MORE)
@@ -94,7 +98,7 @@ class Redis:
         assert self._client.recv(len(replies), socket.MSG_WAITALL) == replies
 
     def get(self, names: list[bytes], into: memoryview) -> None:
-        """Read all values into one buffer, with the protocol's few bytes between them."""
+        """Read all values into one buffer, including the protocol's few bytes between them."""
         asked = b"".join(b"$%d\r\n%s\r\n" % (len(n), n) for n in names)
         self._client.sendall(b"*%d\r\n$4\r\nMGET\r\n" % (len(names) + 1) + asked)
         at = 0
@@ -111,7 +115,7 @@ def prompt(base: int, chunks: int) -> list[int]:
 
 
 def store_prompt(peer: Peer, ids: list[int], source: memoryview) -> None:
-    """Reserve, write and commit every chunk of a prompt, in groups that fit into staging."""
+    """Reserve, write and commit all chunks of a prompt."""
     parent = b""
     headers = []
     for at in range(0, len(ids), _TOKENS):
@@ -149,7 +153,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         names = [b"chunk-%d" % n for n in range(chunks)]
         if redis is not None:
             redis.set(names, source)
-        # Sizes of values and frames are known, so that the client does not parse.
+        # The client knows the sizes of values and frames, so it need not parse the protocol.
         frame = len(b"$%d\r\n\r\n" % size)
         received = memoryview(bytearray(len(b"*%d\r\n" % chunks) + chunks * (size + frame)))
 
@@ -177,7 +181,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         hashes = peer.stub.Match(pb.MatchRequest(namespace=peer.namespace, token_ids=kept)).matches[:4]
         for n in range(options.repeats + 1):
-            if n == 1:  # the first pass maps pages
+            if n == 1:  # the first repetition only maps pages
                 for arm in arms.values():
                     arm.seconds.clear()
             arms["memcpy"].measure(copy_plain, chunks)
@@ -206,7 +210,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cold(folder: Path, budget: int, arms: dict[str, ArmTimes], chunks: int) -> None:
-    """Measure cold reads of the durable tier, and plain reads of as many bytes of its file."""
+    """Measure cold reads of the durable tier, and plain reads of the same number of bytes from its file."""
     tier = LmdbTier(folder, budget, False, "none", None)
     try:
         headers = [found.header for found in tier.load()][:chunks]
@@ -237,7 +241,7 @@ def cold(folder: Path, budget: int, arms: dict[str, ArmTimes], chunks: int) -> N
 
 
 def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Measure Match by the number of matched chunks, and the event loop's stall for 2^20 tokens."""
+    """Measure Match for 1 and 256 matched chunks, and how long a Match of 2^20 tokens stalls the event loop."""
     rows, summary = [], {}
     with Node(workers=0, arena_bytes="64MiB", daemon_flags={"staging_bytes": "16MiB"}) as node:
         peer = Peer(node, geometry=GEOMETRY)

@@ -1,15 +1,15 @@
 """Layer streaming of a model larger than its memory limit, against the disk's speed.
 
-A real worker runs in a control group with a third of the model's memory (or the worker's minimum, where that is more: a
-head stays in memory, and with ``ffn_only_stream`` attention does), after it wrote the model's file there, too.
-``bound_tokens_per_s`` is one forward per token, limited only by reading the streamed bytes from that file: past the
-page cache (four reads at a time) or through it with its pages dropped, whichever is faster, before and after each
-mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of all layers
-resident, without a limit.
+A real worker runs in a control group with a third of the model's memory. If the worker's minimum is larger, that is the
+limit: the head always stays in memory, and with ``ffn_only_stream`` the attention layers do, too. The worker also
+writes the model's file under the limit. ``bound_tokens_per_s`` assumes one forward per token that is limited only by
+reading the streamed bytes from this file. The reads either bypass the page cache (four at a time), or go through it
+after its pages were dropped; the faster way counts, measured before and after the answers of each mode. ``identical``
+compares greedy answers, of one sequence and of several at once, with the answers when all layers are in memory.
 
-With ``speculation`` the same prompts are sent twice more, so that a past answer provides the draft tokens (``ngram``),
-``--draft-tokens`` per step. This measures whether a step that verifies several tokens takes as long as a step that
-computes one; it does not measure acceptance on other text. The bound is that of one token, times
+With ``speculation``, the benchmark sends the same prompts twice more, so that the earlier answer provides the draft
+tokens (``ngram``), ``--draft-tokens`` per step. This shows whether a step that verifies several tokens takes as long as
+a step that computes one; it says nothing about acceptance on other text. The bound is the bound of one token, times
 ``accepted_per_pass``.
 """
 
@@ -44,12 +44,12 @@ from inference_svc.models.loader import recipe_of_shape
 from inference_svc.models.model_shape import model_shape
 
 _RESIDENT = "full_resident"
-# A worker's memory besides weights: interpreter, libraries, KV pool, buffers.
+# Memory of a worker without weights: interpreter, libraries, KV pool, buffers.
 _WORKER_BYTES = 672 << 20
 
 
 class Disk:
-    """Reader of a file of layers at full speed, in bytes per second."""
+    """Measures how fast this machine reads a file of layers, in bytes per second."""
 
     def __init__(self, file: Path, most_bytes: int) -> None:
         self._size = min(file.stat().st_size, most_bytes) // ALIGNMENT * ALIGNMENT
@@ -58,7 +58,7 @@ class Disk:
         self.best: dict[str, list[float]] = {}
 
     def measure(self) -> float:
-        """Measure the faster way's current speed."""
+        """Measure the current speed with and without the page cache; return the higher one."""
         found = 0.0
         for direct, file in self._files.items():
             if direct and not file.direct:
@@ -80,12 +80,12 @@ class Disk:
 
 
 def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, Any]:
-    """Return a worker's flags for a mode."""
+    """Return the flags of a worker in a mode."""
     flags: dict[str, Any] = {"cache_socket": "none", "weights": options.weights, "stream_slots": options.slots}
     flags |= {"speculate": "ngram", "num_speculative_tokens": options.draft_tokens}
     if options.dtype:
         flags["dtype"] = options.dtype
-    if mode == _RESIDENT:  # from the file, which has the layout in memory
+    if mode == _RESIDENT:  # loaded from the same file
         return flags | {"stream": "partial_resident", "keep_first": layers}
     flags["stream"] = mode
     if mode == "partial_resident":
@@ -95,11 +95,11 @@ def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, A
 
 @dataclass(frozen=True)
 class Answers:
-    """Greedy answers: of the first prompt alone, then of all at once."""
+    """Greedy answers: the first prompt's answer alone, then the answers to all prompts at once."""
 
     tokens: list[list[int]]
-    tokens_per_s: float  # of the single sequence
-    per_pass: float  # per token
+    tokens_per_s: float  # decode speed of the first prompt alone
+    per_pass: float  # tokens per step of the first prompt alone
 
 
 def answers(node: Node, prompts: list[list[int]], tokens: int, speculation: str) -> Answers:
@@ -129,7 +129,7 @@ def measure(
     try:
         node.start_worker(0)
         for speculation in ("off", "ngram"):
-            if speculation != "off":  # earlier answers are not used as drafts
+            if speculation != "off":  # a first answer, which later provides draft tokens
                 answers(node, prompts[:1], options.answer_tokens, speculation)
             before, start = disk(), node.client().stats().streaming
             said = answers(node, prompts, options.answer_tokens, speculation)
@@ -166,7 +166,7 @@ def _peak_rss(pid: int) -> int:
 
 
 def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
-    """Write the model's file under the limit; return it and the limit."""
+    """Write the model's file under the memory limit; return the file, and the kind of limit."""
     with MemoryLimit(options.limit_bytes) as limit:
         node = Node(options.model, workers=0, pool_bytes="64MiB", worker_flags=flags_of("full_stream", options, layers))
         node.launch = limit.launch  # type: ignore[misc]
@@ -258,14 +258,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options.limits = dict.fromkeys(options.modes, stated) if stated else limits_for(options)
     options.limit_bytes = min(options.limits.values())
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
-        # One file per model and width.
+        # Each model, width and dtype has its own file.
         kind = f"{options.model}-{options.weights}-{options.dtype or 'auto'}".replace("/", "-").replace(":", "-")
         os.environ["XDG_DATA_HOME"] = str(Path(folder).absolute() / kind)
         return run(options)
 
 
 def limits_for(options: argparse.Namespace) -> dict[str, int]:
-    """Return each mode's limit: a third of the model's memory, or the worker's minimum."""
+    """Return the memory limit of each mode: a third of the model's memory or the worker's minimum, the larger one."""
     if not options.model.startswith("shape:"):
         raise ConfigurationError(f"model is {options.model}; give --limit-bytes, or a shape:NAME")
     dtype = pick_dtype(options.dtype or "auto", torch.bfloat16, torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""Time to first token of a document with a fresh question: cached, uncached, after restarts, bound.
+"""Time to first token of a document with a new question: uncached, cached, after restarts, and the bound.
 
-``bound`` is the engine's own forward over the question alone, with the document's keys and values already in the pool:
-the lower bound of anything that loads them. ``shuffled_*`` read the document's pieces in another order than they were
-stored in, and repair them; ``cost`` is the repair's own formula as a share of nocache, ``formula`` that of CacheBlend,
-``(1 + q + r (L - 1)) / L``. ``daemon_restarted_cold`` finds the page cache empty. Arms alternate within every
-repetition.
+``bound`` is the engine's own forward pass over the question alone, with the document's keys and values already in the
+pool. It is the lower bound of every arm that loads these keys and values. The prompts of ``shuffled_*`` have the
+document's pieces in another order than stored, and the worker repairs them. ``cost`` is the expected cost of the repair
+as a share of nocache, and ``formula`` is the expected cost of CacheBlend, ``(1 + q + r (L - 1)) / L``.
+``daemon_restarted_cold`` begins with an empty page cache. Every repetition measures all arms in turn.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
 _COLD = "daemon_restarted_cold"
 ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", _COLD, *SHUFFLED, "bound")
 _BOUND_REPEATS = 3
-# Arms that share another arm's node.
+# Arms that share the node of another arm.
 _SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted", _COLD: "worker_restarted"}
-# Capacity for a document and the stored questions.
+# Tokens of capacity for the stored questions, in addition to a document.
 _SPARE_TOKENS = 1024
-# Documents per prompt of the shuffled arms.
+# Length of a document in the prompts of the shuffled arms.
 _DOCUMENT_TOKENS = 256
 QUESTION_TOKENS = 32
 _PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
 
 
 class QuestionForward:
-    """Forward over the question alone, in this process."""
+    """Forward pass over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
         from kvsidecar.process.malloc_tuning import keep_freed_memory
@@ -56,7 +56,10 @@ class QuestionForward:
         self._decoder = Decoder(m)
 
     def measure(self, context: int) -> float:
-        """Return milliseconds from token ids to the first token: the best of a few, since its memory was idle."""
+        """Return milliseconds from token ids to the first token, the best of a few runs.
+
+        The first run is slower, because its memory was idle.
+        """
         table = self._pool.allocate(context)
         assert table is not None
         best = min(self._forward(table, context) for _ in range(_BOUND_REPEATS))
@@ -72,10 +75,10 @@ class QuestionForward:
 
 
 class ArmNodes:
-    """Nodes of the arms, and how each is asked.
+    """Nodes of the arms; sends the requests of each arm.
 
-    nocache and exact share a node, and so do the restarted arms. Nodes are as small as the document allows: more than
-    fits into memory would push the store out of the page cache, from which ``daemon_restarted`` is to read it.
+    nocache and exact share a node, and so do the restarted arms. The nodes are as small as the document allows. Larger
+    nodes could push the store out of the page cache, from which ``daemon_restarted`` must read it.
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
@@ -87,7 +90,7 @@ class ArmNodes:
             if name == "bound":
                 continue
             partner = self._nodes.get(_SHARED.get(name, ""))
-            # No prefix cache in the pool: all measured reuse comes from the daemon.
+            # The pool has no prefix cache, so all measured reuse comes from the daemon.
             flags = {"resident_sequences": 0, "chunking": "document"}
             if name in SHUFFLED:
                 repair = name.removeprefix("shuffled_")
@@ -115,7 +118,7 @@ class ArmNodes:
             node.settle()
 
     def ask(self, name: str, pieces: list[list[int]], question: list[int]) -> tuple[float, Completion | None]:
-        """Return TTFT in milliseconds and the answer; for the arm ``bound``, None instead of an answer."""
+        """Return TTFT in milliseconds and the answer. The arm ``bound`` has no answer, so it returns None."""
         if name in SHUFFLED:
             pieces = pieces[::-1]
         document, ends = _joined(pieces)
@@ -187,7 +190,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
-    """Return the minimum cost of repair as a share of nocache: ``(d + q + r (L - d)) / L``."""
+    """Return the expected cost of each repair as a share of nocache: ``(d + q + r (L - d)) / L``."""
     from inference_svc.context_reuse.selectors import SELECTORS
     from inference_svc.context_reuse.selectors.selector import recompute_cost
     from inference_svc.models.model_shape import model_shape
@@ -219,7 +222,7 @@ def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dic
 
 
 def _joined(pieces: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Concatenate a document's pieces; also return their ends."""
+    """Concatenate the pieces of a document; also return the end position of each piece."""
     document = [t for piece in pieces for t in piece]
     return document, list(accumulate(len(piece) for piece in pieces))
 

@@ -1,4 +1,4 @@
-"""Daemon with an mTLS listener, and workers attached from another host."""
+"""Daemon with an mTLS listener, and workers that attach from another host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.node import Node, Process, free_port
 
 
 class TlsListener:
-    """Address and certificates of a daemon's mTLS listener, for both sides."""
+    """Address and certificates of a daemon's mTLS listener, as flags for daemon and workers."""
 
     def __init__(self, folder: Path, host: str) -> None:
         authority = CertificateAuthority(folder)
@@ -47,7 +47,7 @@ class TlsListener:
 
 
 class RemoteWorkers(Node):
-    """Workers on the other side of a link, without a daemon of their own."""
+    """Workers on the other side of a link, which use a daemon on this side."""
 
     def __init__(self, link: Link, door: TlsListener, model: str = "demo", **flags: Any) -> None:
         super().__init__(model, worker_flags={**door.worker_flags, **flags})
@@ -59,12 +59,15 @@ class RemoteWorkers(Node):
         self.launch = launch  # type: ignore[misc]  # of this one alone
 
     def start_daemon(self, wait: bool = True) -> None:
-        """Do nothing: these workers have no daemon."""
+        """Do nothing: these workers use the daemon of another node."""
 
 
 @contextmanager
 def two_hosts(link: Link, model: str = "demo", **flags: Any) -> Iterator[tuple[Node, RemoteWorkers]]:
-    """Start a node here and a worker on the other host, attached to its daemon. ``flags`` are the workers'."""
+    """Start a node here, and a worker on the other host that is attached to the node's daemon.
+
+    Both workers get ``flags``.
+    """
     with ExitStack() as stack:
         door = TlsListener(Path(stack.enter_context(TemporaryDirectory())), link.near)
         here = stack.enter_context(Node(model, daemon_flags=door.daemon_flags, worker_flags=flags))

@@ -1,4 +1,4 @@
-"""Conversations to replay: from a JSONL file, or synthetic."""
+"""Conversations to replay, from a JSONL file or synthetic."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Words of the shipped tokenizer's training text; about one token each.
+# Words of the training text of the shipped tokenizer, which encodes most of them as one token.
 _WORDS = (
     "the and you for that with have this would like please can find want need time day place room table book hotel "
     "train ticket movie music city area price good number people date name order coffee drink size large small hot "
     "what where when which how much is there in on at to of a"
 ).split()
-# Words of a synthetic user turn; with 96 answer tokens, eight turns have about 1,100 tokens.
+# Number of words in a synthetic user turn. With 96 answer tokens per turn, eight turns have about 1,100 tokens.
 _SYNTHETIC_WORDS = 48
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation of ``(user, recorded assistant)`` turns."""
+    """A conversation. A turn is a pair: the user's text, and the recorded answer."""
 
     id: str
     turns: tuple[tuple[str, str], ...]
@@ -48,7 +48,7 @@ def _synthetic(seed: int, index: int, turns: int) -> Conversation:
 
 
 def words(seed: str, count: int) -> str:
-    """Return a text of ``count`` words, deterministic in ``seed``."""
+    """Return a text of ``count`` random words; equal seeds give equal texts."""
     return _words(random.Random(seed), count)
 
 
@@ -57,5 +57,5 @@ def _words(rng: random.Random, count: int) -> str:
 
 
 def turn_tokens(tokenize: Callable[[str], list[int]], text: str, first: bool) -> list[int]:
-    """Tokenize a user's turn in the shipped chat template, up to the assistant's beginning."""
+    """Tokenize a user's turn in the shipped chat template, up to the start of the assistant's turn."""
     return tokenize(("<|bos|>" if first else "<|end|>") + f"<|user|>{text}<|end|><|assistant|>")

@@ -1,1 +1,1 @@
-"""Deployment: containers, Kubernetes, systemd, monitoring. Not part of the wheel."""
+"""Deployment files for containers, Kubernetes, systemd and monitoring. The wheel does not contain them."""

@@ -1,7 +1,7 @@
 """An agent with tools. Run it with: .venv/bin/python examples/agent.py
 
 The model reads files by calling tools until it has seen enough, then answers. Every step sends the whole history again,
-as agents do; the node computes only the text that the previous step has added.
+as agents do. The node computes only the text that the previous step has added.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOOLS = {"read_file": read_file, "sum_prices": sum_prices}
 
 
 def described(name: str, description: str, argument: str, values: list[str]) -> dict[str, Any]:
-    """A tool with one argument. The node's grammar enforces the enumeration: no call names another value."""
+    """Describes a tool with one argument. The node's grammar makes every call use one of the enumerated ``values``."""
     schema = {
         "type": "object",
         "properties": {argument: {"type": "string", "enum": values}},
@@ -52,7 +52,7 @@ DESCRIBED: Any = [
 
 
 def step(client: OpenAI, model: str, messages: list[Any], must_call: bool) -> Any:
-    """One request with the whole history; prints how much of it was cached."""
+    """Sends one request with the whole history; prints how much of the history was cached."""
     answer: Any = client.chat.completions.create(
         model=model,
         messages=messages,

@@ -1,7 +1,7 @@
 """A chat that outlives its node. Run it with: .venv/bin/python examples/chat_over_restart.py
 
-Plays some turns, stops the whole node (gateway, worker and cache daemon), starts it again on the same store, and asks
-the next question: the history comes from the disk instead of being computed.
+Plays some turns, stops the whole node (gateway, worker and cache daemon), and starts the node again on the same store.
+The next question then loads the history from the disk instead of computing it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ AFTER_RESTART = "Which season is the best one for a visit?"
 
 
 class Chat:
-    """A conversation; ``ask`` sends all of it and appends the answer."""
+    """A conversation; ``ask`` sends the whole conversation and appends the answer."""
 
     def __init__(self, url: str) -> None:
         self._client = OpenAI(base_url=url, api_key="none")
         self._messages: list[Any] = []
 
     def ask(self, text: str) -> float:
-        """Prints the answer; returns the share of the prompt that came from the cache."""
+        """Asks a question and prints the answer; returns the share of the prompt that came from the cache."""
         self._messages.append({"role": "user", "content": text})
         answer: Any = self._client.chat.completions.create(
             model=self._client.models.list().data[0].id, messages=self._messages, max_tokens=40, temperature=0

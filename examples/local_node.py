@@ -1,7 +1,7 @@
-"""A node for an example: `kvsidecar serve` in a folder of its own, on a free port.
+"""A node for an example: `kvsidecar serve` in its own folder, on a free port.
 
-The examples beside this file use it, so that each of them is one command. A program of yours only needs the URL of a
-node that runs.
+The other examples start their node with this class, so that each example is one command. Your own program needs only
+the URL of a running node.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ KVSIDECAR = Path(sys.executable).with_name("kvsidecar")
 class LocalNode:
     """Context manager: starts a node and removes its files at the end.
 
-    ``start`` and ``stop`` may be called again in between: the store stays. Raises RuntimeError with the end of the log
-    if the node does not serve within ``start_seconds``.
+    In between, you may call ``stop`` and ``start`` again; the store stays. ``start`` raises RuntimeError with the end
+    of the log if the node does not serve within ``start_seconds``.
     """
 
     def __init__(self, model: str, start_seconds: float = 180) -> None:
@@ -70,7 +70,7 @@ class LocalNode:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """Ends the node as `kvsidecar stop` does: running requests first, then the cache, which flushes its writes."""
+        """Stops the node as `kvsidecar stop` does: running requests finish, then the cache flushes its writes."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(timeout=60)

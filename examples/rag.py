@@ -1,8 +1,8 @@
 """Retrieval-augmented generation. Run it with: .venv/bin/python examples/rag.py
 
 Retrieves documents by the words that they share with a question, and asks a model about them. The documents are a
-prefix of the prompt, so a second question about the same documents computes only the question. With a model that
-`kvsidecar verify` has passed, documents are also reused in another order (`document_separator` marks where they begin).
+prefix of the prompt, so a second question about the same documents computes only the question. If the model has passed
+`kvsidecar verify`, the node also reuses the documents in another order; `document_separator` marks where each begins.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def words(text: str) -> set[str]:
 
 
 def retrieve(question: str, count: int) -> list[str]:
-    """The names of the documents that share most words with a question, in a stable order.
+    """Returns the names of the documents that share most words with a question, in a stable order.
 
-    The order matters: a prefix is reused only up to the first document that differs.
+    The order matters: the node reuses a prefix only up to the first document that differs.
     """
     ranked = sorted(DOCUMENTS, key=lambda name: -len(words(question) & words(DOCUMENTS[name])))
     return sorted(ranked[:count])
 
 
 def ask(client: OpenAI, model: str, question: str) -> tuple[str, int, int]:
-    """Returns the answer, the number of prompt tokens, and how many of them came from the cache."""
+    """Returns the answer, the number of prompt tokens, and the number of prompt tokens from the cache."""
     documents = SEPARATOR.join(DOCUMENTS[name] for name in retrieve(question, 2))
     system = f"Answer from these documents only.{SEPARATOR}{documents}{SEPARATOR}"
     answer: Any = client.chat.completions.create(

@@ -1,7 +1,8 @@
 """vLLM over a restart. Run it in vLLM's environment: python examples/vllm_restart.py --model MODEL
 
-Starts a cache daemon and vLLM with our connector, sends a long prompt, stops vLLM, starts it again, and sends the same
-prompt: vLLM loads it from the daemon. `docs/engines.md` describes the environment; MODEL is a folder or a hub id.
+Starts a cache daemon and vLLM with our connector, sends a long prompt, and restarts vLLM. It then sends the same prompt
+again, which vLLM loads from the daemon. `docs/engines.md` describes the environment. MODEL is a folder or a repository
+on Hugging Face's hub.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PROMPT = "The harbour office keeps a list of all boats that stay over night, wit
 
 @contextmanager
 def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command, with its output in ``log``; ends it at the end."""
+    """Context manager that runs a command, with its output in ``log``; stops the command at the end."""
     with log.open("ab") as output:
         running = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
     try:
@@ -42,7 +43,7 @@ def process(command: list[str], environment: dict[str, str], log: Path) -> Itera
 
 @contextmanager
 def vllm(model: str, environment: dict[str, str], folder: Path, seconds: float) -> Iterator[str]:
-    """vLLM's OpenAI server with our connector; yields its URL when it serves."""
+    """Context manager that runs vLLM's OpenAI server with our connector; yields the URL when the server is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,7 +64,7 @@ def vllm(model: str, environment: dict[str, str], folder: Path, seconds: float) 
 
 
 def complete(url: str) -> tuple[float, int]:
-    """Sends the prompt; returns the seconds that it took, and how many tokens came from the daemon."""
+    """Sends the prompt; returns the seconds until the answer, and the number of tokens from the daemon."""
     body = json.dumps({"model": "model", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     began = time.monotonic()

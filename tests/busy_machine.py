@@ -1,12 +1,13 @@
-"""Times by which workers and fleets decide, for tests on a busy machine."""
+"""Longer decision times for workers and fleet gateways, for tests on a busy machine."""
 
 from __future__ import annotations
 
 
 def prefer_loads() -> None:
-    """Lets workers of this process load what is stored, unless it takes a second longer than computing.
+    """Let workers of this process load stored chunks unless a load takes a second longer than the prefill.
 
-    In the product it is 10 ms; on a busy machine two loads in a row take longer than that, and the next is bypassed.
+    The product's margin is 10 ms. On a busy machine, two loads in a row exceed this margin by chance, and the worker
+    then bypasses the next load.
     """
     from inference_svc.kv_client import load_cost_model
 
@@ -14,7 +15,10 @@ def prefer_loads() -> None:
 
 
 def wait_for_nodes() -> None:
-    """Lets fleet gateways of this process wait 10 s for a node's prefixes, instead of asking another node."""
+    """Let fleet gateways of this process wait 10 s for a node's cached prefix.
+
+    The product's timeout is 0.5 s, after which the node counts as a node without a cached prefix.
+    """
     from inference_svc.gateway.fleet import prefix_query
 
     prefix_query._TIMEOUT_SECONDS = 10.0

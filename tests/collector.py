@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in the test's process."""
+"""OpenTelemetry collector in the process of the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 
 
 class Collector:
-    """An OTLP collector that keeps what it gets."""
+    """An OTLP collector that keeps the spans and metrics it receives."""
 
     def __init__(self, port: int) -> None:
         from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
@@ -42,7 +42,7 @@ class Collector:
         self._server.stop(None).wait()
 
     def sent(self) -> list[Any]:
-        """The spans that have come since this was last asked, as OTLP has them."""
+        """Return the spans that arrived since the last call, as OTLP messages."""
         found = []
         while not self.spans.empty():
             for resource in self.spans.get().resource_spans:

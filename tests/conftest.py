@@ -17,20 +17,20 @@ from tests import busy_machine, rerun_policy, seeds
 from tests.nursery import Nursery
 from tests.skip_policy import SkipPolicy, allowed_skips
 
-# An example takes as long as the machine is busy; how long work may take is what tests marked `alone` say.
+# hypothesis sets no deadline for an example, because other work may slow the machine. Tests marked `alone` check times.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
 hypothesis.settings.load_profile("kvsidecar")
-make_mkl_deterministic()  # before any test's first product
-# httpx gives up after 5 s by default; an answer takes as long as the machine is busy.
+make_mkl_deterministic()  # before the first matrix product of a test
+# The default timeout of httpx is 5 s, which is too short on a busy machine.
 _TIMEOUT: httpx.Timeout = inspect.signature(httpx.Client).parameters["timeout"].default
 _TIMEOUT.connect = _TIMEOUT.read = _TIMEOUT.write = _TIMEOUT.pool = 60.0
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
-        return  # whoever started this process did it
+        return  # the parent process has built them
     try:
-        cpu_build.build()  # does nothing when the kernels are as their sources
+        cpu_build.build()  # does nothing if the kernels are up to date
     except RuntimeError as error:
         print(f"torch serves instead of the CPU kernels: {error}")
 
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """Nodes' processes are forked from ones that have imported what they need."""
+    """Fork the processes of nodes from processes that have already imported their modules."""
     nurseries: dict[str, Nursery] = {}
 
     def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
@@ -91,17 +91,17 @@ def quick_starts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """A command that a test runs within this process sets up logging, for that test alone."""
+    """Restore logging after each test: a command that a test runs in this process configures it."""
     yield
     structlog.reset_defaults()
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """A daemon and one worker with the built-in model, 16-bit storage; shared by a module's tests.
+    """A daemon and one worker with the built-in model and 16-bit storage. All tests of a module share them.
 
-    The worker keeps nothing in its pool: what is reused comes from the daemon. It is patient: a lookup that a busy
-    machine delays is no miss.
+    The worker's pool has no prefix cache, so all reuse comes from the daemon. Its lookup timeout is long, so that a
+    busy machine causes no misses.
     """
     flags = {"resident_sequences": 0, "cache_timeout_ms": 20_000}
     with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:

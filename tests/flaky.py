@@ -1,7 +1,8 @@
 """Lists the tests that may be run a second time: ``python -m tests.flaky``.
 
-Such a test carries ``@pytest.mark.flaky(reason="…", since="2026-11-25")``; pytest-rerunfailures runs it once more when
-it fails. No other test is retried, and no crash. Ends with 1 for a marker without reason or date, or too many of them.
+Such a test has the marker ``@pytest.mark.flaky(reason="…", since="2026-11-25")``; if it fails, pytest-rerunfailures
+runs it once more. No other test is run again, nor a test that crashed. The exit status is 1 if a marker lacks reason or
+date, or if there are too many markers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_FLAKY = 10
 
 @dataclass(frozen=True)
 class FlakyMarker:
-    """A marker in a source file; ``problem`` is empty for a valid one."""
+    """A flaky marker in a source file. ``problem`` is empty if the marker is valid."""
 
     place: str
     reason: str
@@ -28,7 +29,7 @@ class FlakyMarker:
 
 
 def markers(path: Path, place: str) -> Iterator[FlakyMarker]:
-    """All flaky markers of a source file, whatever they are put on."""
+    """Return all flaky markers of a source file: those of modules, classes, functions and parameters."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):

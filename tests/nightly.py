@@ -1,7 +1,7 @@
-"""Runs what ``make check`` leaves out, and tells of each step: ``python -m tests.nightly [--out FOLDER] [STEP …]``.
+"""Runs the tests that ``make check`` leaves out: ``python -m tests.nightly [--out FOLDER] [STEP …]``.
 
-A step is a target of the Makefile or a command. One that fails stops no other. Random tests get a new seed, which the
-table names. Ends with 1 when a step failed.
+A step is a target of the Makefile or a command. If a step fails, the next ones still run. Random tests get a new seed,
+which the table shows. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?|rerun)")
 
 @dataclass(frozen=True)
 class Step:
-    """A command and the hours after which it has failed."""
+    """A command, and its time limit in hours."""
 
     name: str
     command: tuple[str, ...]
@@ -56,7 +56,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step ended: ``code`` is None when its time was over, ``counts`` what pytest said last."""
+    """Result of a step. ``code`` is None if the step reached its time limit; ``counts`` is pytest's last line."""
 
     name: str
     code: int | None
@@ -70,7 +70,7 @@ class StepResult:
 
 
 def run(step: Step, folder: Path) -> StepResult:
-    """Runs a step with its output in a file of the folder."""
+    """Run a step; write its output to a file in the folder."""
     log, began = folder / f"{step.name}.log", time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -90,7 +90,7 @@ def run(step: Step, folder: Path) -> StepResult:
 
 
 def counted(output: str) -> str:
-    """What the last lines of pytest's say, of each run in the output."""
+    """Return the last line of each pytest run in the output, which has the counts."""
     found = [_COUNTS.findall(line) for line in output.splitlines() if re.search(r"\bin \d+(\.\d+)?s\b", line)]
     return "; ".join(", ".join(f"{number} {what}" for number, what in line) for line in found if line)
 
@@ -104,7 +104,7 @@ def table(results: Sequence[StepResult]) -> str:
 
 
 def about() -> dict[str, object]:
-    """The commit, the machine and the seed of a run."""
+    """Return the commit, the machine and the seed of this run."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)

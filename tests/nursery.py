@@ -1,7 +1,7 @@
-"""Starts daemons and workers for tests by forking a process that has imported them already.
+"""Starts daemons and workers for tests by forking a process that has already imported them.
 
-They are real processes with their real command lines; only the second (daemon) or the seconds (worker) of CPU that an
-interpreter needs for its imports are spent once for all of them. What tests of starting itself are about starts anew.
+The started processes are real and have their real command lines. Imports take a second of CPU for a daemon and several
+for a worker; the nursery spends this time only once. Tests of the start itself use new interpreters instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from tests import busy_machine
 
-# What each command's own main imports when it is called.
+# Modules that the main function of each package imports when it is called.
 _IMPORTS = {
     "cache_daemon": [
         "cache_daemon.__main__",
@@ -37,8 +37,8 @@ _IMPORTS = {
     ],
 }
 _MESSAGE_BYTES = 1 << 20
-# Workers compute what is slower to load, and fleets ask another node than the one that is slow to answer. What else the
-# machine does must not decide a test, so that in tests they wait.
+# A worker computes chunks that would be slower to load, and a fleet gateway prefers a node that answers in time. In
+# tests, both wait longer, so that other work on the machine does not decide a test.
 _PATIENT_ENVIRONMENT = {"KVSIDECAR_WORKER_CACHE_TIMEOUT_MS": "10000"}
 _PATIENT = {"worker": busy_machine.prefer_loads, "gateway": busy_machine.wait_for_nodes}
 
@@ -54,7 +54,7 @@ class Nursery:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
-        """Ends the nursery; the processes that it made go on."""
+        """End the nursery. The processes that it has started continue."""
         self._socket.close()
         try:
             self._process.wait(30)
@@ -63,13 +63,13 @@ class Nursery:
             self._process.wait()
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], log: int) -> Nursling:
-        """A process with these arguments of its package's command line; its output goes to ``log``."""
+        """Start a process with these command-line arguments; the file descriptor ``log`` gets its output."""
         environment = _PATIENT_ENVIRONMENT | environment
         request = {"arguments": list(arguments), "environment": environment, "folder": os.getcwd()}
         return Nursling(self, self._ask(request, [log]))
 
     def code_of(self, pid: int) -> int | None:
-        """The exit code of one that has ended, as subprocess gives it; None while it runs."""
+        """Return the exit code of a process, in subprocess's form; None while the process runs."""
         answer: int | None = self._ask({"ended": pid})
         return answer
 
@@ -80,7 +80,7 @@ class Nursery:
 
 
 class Nursling:
-    """A process of a nursery, to be handled as one of ``subprocess.Popen``."""
+    """A process from a nursery, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
@@ -93,9 +93,9 @@ class Nursling:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.poll() is None:
-            handle = os.pidfd_open(self.pid)  # until its code is asked for it is there, if only as a zombie
+            handle = os.pidfd_open(self.pid)  # it exists, at least as a zombie, until code_of has returned its code
             try:
-                waiting = select.poll()  # as select(), which takes no descriptor above 1023
+                waiting = select.poll()  # select() accepts no descriptor above 1023
                 waiting.register(handle, select.POLLIN)
                 if not waiting.poll(None if timeout is None else timeout * 1000):
                     raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
@@ -139,7 +139,7 @@ def _serve(package: str, descriptor: int) -> None:
 
 
 def _become(run: Any, request: dict[str, Any], log: int) -> None:
-    """Is the process that was asked for, from here to its end."""
+    """Become the requested process in the forked child; never return."""
     code = 1
     try:
         os.dup2(log, 1)

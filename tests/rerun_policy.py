@@ -1,4 +1,4 @@
-"""Which tests pytest-rerunfailures may run again: those with a flaky marker, and never after a crash."""
+"""Pytest plugin that allows a rerun only of tests with a flaky marker, and never after a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
-    """A worker process died in this test: the plugin, which hears of it next, has no rerun left for it."""
+    """Forbid the rerun of a test whose worker process died, before pytest-rerunfailures hears of the crash."""
     sched.config.failures_db.set_test_reruns(crashitem, 0)
 
 

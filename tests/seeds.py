@@ -1,6 +1,6 @@
-"""The seed of whatever tests draw at random: fixed, unless ``TEST_SEED`` names one or is ``random``.
+"""The seed of all random tests: fixed, unless ``TEST_SEED`` is a number or ``random``.
 
-Nightly runs draw one; pytest's header prints it, and the same number repeats the run.
+Nightly runs use a random seed. pytest's header prints the seed; the same number repeats the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FIXED = 33
 
 
 def chosen() -> int:
-    """The seed of this run; a drawn one is kept in the environment, so that processes started from here have it."""
+    """Return the seed of this run. A random seed is stored in the environment, so that child processes use it, too."""
     given = os.environ.get(VARIABLE, "")
     if given == "random":
         given = os.environ[VARIABLE] = str(random.SystemRandom().randrange(1, 1 << 30))

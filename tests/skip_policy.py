@@ -1,7 +1,7 @@
-"""The skips that a run may have: ``pytest --strict-skips`` fails for any other one.
+"""Pytest plugin that fails a run with ``--strict-skips`` if a skip is not allowed.
 
-``allowed_skips.toml`` has a pattern for each reason, and at most how many tests it may keep away. A tool that CI
-installs is not among them, so its absence fails CI rather than dropping tests.
+``allowed_skips.toml`` has a pattern for each allowed reason, and the maximum number of tests that it may skip. The file
+has no patterns for missing tools that CI installs. If such a tool is missing, CI fails instead of skipping tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALLOWED = Path(__file__).parent / "allowed_skips.toml"
 
 @dataclass(frozen=True)
 class AllowedSkip:
-    """Skips whose reason matches ``reason`` as a whole: at most ``most`` tests, or modules."""
+    """An allowed reason: a pattern of the whole text, and the maximum number of tests or modules with it."""
 
     reason: re.Pattern[str]
     most: int
@@ -35,11 +35,11 @@ def allowed_skips(path: Path = ALLOWED) -> list[AllowedSkip]:
 
 
 class SkipPolicy:
-    """A pytest plugin that collects skips and, if some are not allowed, fails the session."""
+    """A pytest plugin that collects skips, and fails the session if one is not allowed."""
 
     def __init__(self, allowed: Iterable[AllowedSkip]) -> None:
         self._allowed = list(allowed)
-        self._skipped: dict[str, str] = {}  # node id -> reason
+        self._skipped: dict[str, str] = {}  # reason by the test's node id
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
@@ -55,7 +55,7 @@ class SkipPolicy:
         self._skipped[report.nodeid] = reason.removeprefix("Skipped: ")
 
     def problems(self) -> list[str]:
-        """A line for each reason that is not allowed, or that keeps more tests away than it may."""
+        """Return a line for each reason that is not allowed, or that skips more tests than allowed."""
         by_rule: dict[int, list[str]] = defaultdict(list)
         found = []
         for node, reason in self._skipped.items():

@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def _task_words() -> Iterator[str]:
-    """Yield every name, place and object often enough to become one token."""
+    """Yield texts in which every name, place and object occurs often enough to become one token."""
     rng = random.Random(0)
     words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS
     for _ in range(3000):
@@ -44,7 +44,7 @@ def _task_words() -> Iterator[str]:
 def train(dialogue_files: list[Path], document_files: list[Path]) -> Tokenizer:
     """Train a BPE of ``VOCABULARY`` tokens on dialogues and documents.
 
-    Every task word (with its space) becomes a single token.
+    Every task word, including the space before it, becomes a single token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

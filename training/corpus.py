@@ -1,4 +1,4 @@
-"""Training corpora as one stream of token ids, with a held-out part."""
+"""Training corpora as one stream of token ids; a part is held out for evaluation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(training, held_out)`` uint16 token streams.
 
-    They are built once and cached under ``cache``.
+    The first call builds the streams and caches them under ``cache``.
     """
     files = cache / "train.npy", cache / "held_out.npy"
     if not all(f.exists() for f in files):

@@ -16,13 +16,13 @@ from training.training_rows import RowGenerator
 if TYPE_CHECKING:
     from training.train import TrainingRun
 
-JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the samples for the published accuracies
+JUDGED_FACTS, JUDGED_FILLER = 4, 12  # facts and maximum filler words per sample, for the published accuracies
 
 
 def evaluate(run: TrainingRun, samples: int) -> dict[str, float]:
     """Return held-out loss (nats per token) and exact-match accuracy per task.
 
-    Samples are fresh, with 4 facts each.
+    The samples are new, and each has ``JUDGED_FACTS`` facts.
     """
     model = run.model.eval().float()
     source = RowGenerator(run.tokenizer, run.held_out, seed=10**9)
@@ -46,7 +46,7 @@ def evaluate(run: TrainingRun, samples: int) -> dict[str, float]:
 
 
 def export(run: TrainingRun, folder: Path, samples: int) -> None:
-    """Write the model in bf16, the tokenizer and ``accuracy.json`` (the figures of the model card)."""
+    """Write the model in bfloat16, the tokenizer, the model card, and its figures as ``accuracy.json``."""
     report = evaluate(run, samples)
     run.model.to(torch.bfloat16).save_pretrained(folder)
     bpe.save(run.tokenizer, folder)

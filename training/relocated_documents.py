@@ -1,8 +1,9 @@
-"""Training on relocated documents: read in another order than their positions.
+"""Training on relocated documents, whose keys and values were computed in another order.
 
-A cache without repair provides such keys and values. A control task must be answerable from them: the facts that
-documents state about each other may be stale, but their positions are right. Each document's keys are computed in the
-reading order and get a RoPE shift to their positions; the questions then attend to them.
+Approximate reuse without repair provides such keys and values. A document's own facts and its position in the prompt
+are right, but its keys and values reflect the wrong earlier documents. The model must still answer the control tasks
+from them. So the model first reads the documents in a random order. Each document's keys then get a RoPE shift to the
+document's position in the prompt, and the questions attend to them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _PADDING = 0
 
 @dataclass(frozen=True)
 class DocumentRow:
-    """A row in parts: ``documents`` in positional order, and the tail.
+    """A training row in parts: the documents in the order of the prompt, and the tail with the questions.
 
-    The first document stays first. ``learned`` are the indices of the tail's tokens that the model learns to predict.
+    The first document always stays first. ``learned`` has the indices of the tail's tokens that the model learns to
+    predict.
     """
 
     documents: list[list[int]]
@@ -33,10 +35,10 @@ class DocumentRow:
 
 
 def tails(model: Any, rows: Sequence[DocumentRow], rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Read each row's documents in a random order, then its tail.
+    """Run the model over each row's documents in a random order, then over the row's tail.
 
-    Returns hidden states ``[rows, longest tail, width]``, the tail's token ids and a mask of the learned ones, both
-    ``[rows, longest tail]``.
+    Returns the hidden states ``[rows, longest tail, width]``, the tails' token ids ``[rows, longest tail]``, and the
+    mask of the learned tokens ``[rows, longest tail]``.
     """
     device = model.device
     read = [_reading_order(row, rng) for row in rows]
@@ -59,7 +61,7 @@ def tails(model: Any, rows: Sequence[DocumentRow], rng: random.Random) -> tuple[
 
 
 def _reading_order(row: DocumentRow, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Return the documents' tokens in reading order and each token's shift."""
+    """Return the documents' tokens in a random reading order, and the shift of each token to its position."""
     starts, at = [], 0
     for document in row.documents:
         starts.append(at)
@@ -74,7 +76,7 @@ def _reading_order(row: DocumentRow, rng: random.Random) -> tuple[list[int], lis
 
 
 def _rope_shifted(model: Any, keys: Tensor, moved: Tensor) -> Tensor:
-    """Apply a RoPE shift by ``moved [rows, tokens]`` positions to keys ``[rows, heads, tokens, dim]``."""
+    """Shift keys ``[rows, heads, tokens, dim]`` by ``moved [rows, tokens]`` positions."""
     with torch.autocast(keys.device.type, enabled=False):
         cosine, sine = (x[:, None] for x in model.model.rotary_emb(keys.float(), moved))
         first, second = keys.float().chunk(2, -1)
@@ -82,7 +84,7 @@ def _rope_shifted(model: Any, keys: Tensor, moved: Tensor) -> Tensor:
 
 
 def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows on the right to ``[rows, longest]``; also return the mask of real values."""
+    """Pad rows on the right to ``[rows, longest]``; also return the mask of the values that are no padding."""
     longest = max(map(len, rows))
     parts = [torch.tensor(row) for row in rows]
     values = torch.stack([F.pad(part, (0, longest - len(part)), value=_PADDING) for part in parts])

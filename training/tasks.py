@@ -1,8 +1,8 @@
 """Synthetic look-up tasks whose answers cross document boundaries.
 
-Each sample is a list of documents, a list of questions and one answer word per question. Names, places and objects are
-sampled anew for every sample, so the model cannot memorize answers. A fact is written with its value right after its
-key ("home Anna Paris"), in the statement as in the question.
+A sample is a list of documents, a list of questions, and one answer word per question. Every sample draws new names,
+places and objects, so the model cannot memorize answers. Statements and questions write the value of a fact right after
+its key ("home Anna Paris").
 
 ==========  ===========================================================================
 task        knowledge that an answer needs
@@ -11,7 +11,7 @@ alias       a document names a person, a later one says where "she" lives
 two_hop     object -> place in one document, person -> object in a later one
 relative    "home Bob with Ann": a place that another document sets through another person
 passkey     control: one document holds the whole fact
-latest      control: the last of several statements about the same person holds
+latest      control: several documents state the home of a person, and the last one is right
 ==========  ===========================================================================
 """
 
@@ -47,9 +47,9 @@ FILLERS = (
 
 @dataclass(frozen=True)
 class Document:
-    """A fact of a few words among filler.
+    """A fact of a few words among filler words.
 
-    ``implied`` is the word that follows from it and earlier documents.
+    ``implied`` is the word that follows from the fact and earlier documents.
     """
 
     before: str
@@ -64,7 +64,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Sample:
-    """One context; ``answers[i]`` completes ``questions[i]``."""
+    """Documents with their questions; ``answers[i]`` completes ``questions[i]``."""
 
     task: str
     documents: tuple[Document, ...]

@@ -1,11 +1,13 @@
 """Training of the demo model: copying, then look-up tasks, then language.
 
-The model grows from 6 to 12 layers. A small transformer that is trained on look-up tasks directly stays at chance for
-millions of tokens. If it first learns to copy (a random span repeated later in the row, loss on the repeat only),
-induction heads appear after a few hundred steps, and it learns the tasks in as many more. The first stages run with
-half of the layers; the rest are then added as identities (zero output projections), so that nothing learned is lost.
+A small transformer that begins with the look-up tasks stays at chance level for millions of tokens. So it first learns
+to copy: a random span occurs again later in the row, and the loss covers only the repetition. Induction heads appear
+after a few hundred steps, and the model then learns the tasks in a few hundred more.
 
-Resumes from ``--work``; ``--minutes`` bounds one run. All randomness is seeded by the step.
+The first stages train 6 layers. Then the model grows to 12: the new layers begin as identities (zero output
+projections), so the model loses nothing that it has learned.
+
+The command resumes from ``--work``; ``--minutes`` bounds one run. The step number seeds all randomness.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from training.training_rows import FACTS, FILLER, IGNORED, RowGenerator, Trainin
 
 @dataclass
 class Progress:
-    """State of a resumed run besides weights and optimizer."""
+    """State of a run that resumes, without weights and optimizer."""
 
     step: int = 0
     stage: str = "copy"
@@ -43,7 +45,8 @@ class Progress:
 def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
     """Create a Qwen2 model.
 
-    Its query and key biases, unlike Llama's design, allow attention at a fixed distance (induction).
+    Qwen2 has biases of queries and keys, unlike Llama. They make attention at a fixed distance possible, which
+    induction heads need.
     """
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -65,7 +68,7 @@ def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Spread the layers of ``small`` over a deeper model; the new ones start as identities."""
+    """Spread the layers of ``small`` evenly over a deeper model. The layers between them begin as identities."""
     old = small.config.num_hidden_layers
     every = layers // old
     big = new_model(small.config.vocab_size, layers, width)
@@ -81,16 +84,19 @@ def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def rows_for(progress: Progress, source: RowGenerator, size: int) -> list[TrainingRow]:
-    """Return the mix of a stage; mastered look-up tasks get more facts and longer documents."""
+    """Return the training rows of a step, mixed for the current stage.
+
+    Once the model has learned all look-up tasks, their rows get more facts and longer documents.
+    """
     rng = source.rng
     if progress.stage == "copy":
         return [source.copy(24) for _ in range(size)]
     names = list(tasks.TASKS)
     weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
     if progress.stage == "tasks":
-        # With few facts, naming any place of the context is right often enough that training gets stuck; and without
-        # copying beside them, the model unlearns copying before the tasks use it. Implied words teach the inner step of
-        # the other tasks.
+        # Rows have at least 3 facts: with fewer, a random place of the context is right so often that training gets
+        # stuck. The stage keeps some copy rows, because the model would otherwise unlearn to copy before the tasks need
+        # it. Implied words teach the intermediate step of the tasks.
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
         rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
@@ -205,7 +211,7 @@ class TrainingRun:
         return loss
 
     def _relocated_loss(self, source: RowGenerator) -> torch.Tensor:
-        """Return the loss of questions about relocated documents."""
+        """Return the loss on questions about relocated documents."""
         rows = [source.latest_in_parts() for _ in range(self.options.batch)]
         with torch.autocast(self.options.device, torch.bfloat16):
             states, tokens, learned = relocated_documents.tails(self.model, rows, source.rng)
@@ -220,7 +226,7 @@ class TrainingRun:
             return
         row_of, at = chosen.nonzero().unbind(1)
         for i, row in enumerate(rows):
-            # Implied words come before the questions.
+            # A learned token before the first question is an implied word, which has its own accuracy.
             asked = row.tokens.index(self.source_ids["<|ask|>"]) if self.source_ids["<|ask|>"] in row.tokens else 0
             self._count(row.kind, right[(row_of == i) & (at >= asked)])
             if asked and bool(((row_of == i) & (at < asked)).any()):

@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 from training import bpe, relocated_documents, tasks
 
 IGNORED = -100
-FACTS, FILLER = 6, 24  # full tasks: at most 12 documents, filler words in each
+FACTS, FILLER = 6, 24  # facts and maximum filler words of a task at full difficulty
 
 
 @dataclass
 class TrainingRow:
-    """Token ids, kind, and targets {index: token to predict}.
+    """A training row. ``learned`` maps the index of a token to the token that the model learns to predict there.
 
-    Without targets, the token ids themselves are the targets.
+    If ``learned`` is None, the model learns to predict every token of the row.
     """
 
     tokens: list[int]
@@ -28,18 +28,18 @@ class TrainingRow:
 
 
 class RowGenerator:
-    """Generator of training rows; one instance per step, seeded by it."""
+    """Generator of training rows. Every step creates one, which the step number seeds."""
 
     def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int, task_share: float = 0.6) -> None:
         self.tokenizer, self.stream, self.rng = tokenizer, stream, random.Random(seed)
         self.task_share = task_share
         self.ids = {w: tokenizer.token_to_id(w) for w in bpe.SPECIAL_TOKENS}
-        # Copying is learned on few tokens: with the whole vocabulary each embedding occurs too rarely.
+        # Copy rows use only the task words: with the whole vocabulary, each embedding would occur too rarely.
         words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS + tasks.FILLERS
         self.alphabet = sorted({tokenizer.encode(" " + word).ids[0] for word in words})
 
     def copy(self, span: int) -> TrainingRow:
-        """Return a row of random tokens in which a random span recurs."""
+        """Return a row of random tokens in which a random span occurs twice."""
         rng = self.rng
         n = rng.randint(max(4, span // 3), span)
         row = [rng.choice(self.alphabet) for _ in range(3 * n)]
@@ -56,10 +56,10 @@ class RowGenerator:
     def task(self, name: str, facts: int, filler: int, implied: bool = False) -> TrainingRow:
         """Return a look-up sample.
 
-        With ``implied``, the model also learns the word that a document implies, at the position where it is known; the
-        word itself is not in the row. The question alone must decide the answer of a control. A model can compare few
-        statements while it reads them, so half of the rows of ``latest`` have many statements about one or two names,
-        and only their positions decide which is the last.
+        With ``implied``, the model also learns to predict the word that a document implies, at the position from which
+        it follows; the row does not contain this word. With ``implied``, half of the rows of ``latest`` have many
+        statements about one or two names. A model could compare a few statements while it reads the documents; with
+        many, it must find the last one when it reads the question.
         """
         sample = tasks.TASKS[name](self.rng, facts, filler)
         if implied and name == "latest" and self.rng.random() < 0.5:
@@ -76,7 +76,7 @@ class RowGenerator:
         return TrainingRow(row, name, learned)
 
     def latest_in_parts(self) -> relocated_documents.DocumentRow:
-        """Return statements about a few names, to be read in another order than their positions."""
+        """Return a ``latest`` sample as documents, for reading in another order than that of the prompt."""
         rng = self.rng
         if rng.random() < 0.5:
             sample = tasks.latest(rng, rng.randint(2, FACTS), FILLER)
@@ -98,7 +98,7 @@ class RowGenerator:
 
 
 def batch(rows: list[TrainingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows to ``(input_ids, labels)``, both ``[rows, longest]``."""
+    """Pad rows and return the input ids and labels, both ``[rows, longest]``."""
     longest = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED)

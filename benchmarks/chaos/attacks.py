@@ -1,4 +1,4 @@
-"""Fault kinds: each function injects one fault into a node under load."""
+"""Kinds of faults: each function injects one fault into a node under load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAGE = 4096
 
 @dataclass
 class RoundOutcome:
-    """Result of one round."""
+    """Result of one injected fault: wrong, leaked, lost and failed items, and the recovery time."""
 
     wrong: int = 0
     leaked: int = 0
@@ -41,14 +41,14 @@ class RoundOutcome:
 
 @dataclass
 class FaultScenario:
-    """Node under load, and the process of a writer that can be stopped."""
+    """A node under load, and a writer process that a fault can stop or kill."""
 
     node: Node
     load: VictimLoad
     rng: random.Random
     chunk_paths: dict[bytes, list[int]] = field(default_factory=lambda: paths(PROMPTS))
     writer: subprocess.Popen[str] | None = None
-    evicts: bool = False  # from its durable tier, also without a subscriber
+    evicts: bool = False  # the node evicts durable chunks
 
     def let_run(self) -> None:
         time.sleep(self.rng.uniform(0.02, 0.3))
@@ -60,7 +60,7 @@ class FaultScenario:
         return self.writer
 
     def recovered(self, since: float) -> float:
-        """Return the milliseconds from ``since`` until a Match succeeds."""
+        """Wait until a Match succeeds; return the milliseconds since ``since`` (monotonic time)."""
         deadline = time.monotonic() + _RECOVERED_WITHIN_SECONDS
         request = pb.MatchRequest(namespace=b"\0" * 32, token_ids=[1])
         while time.monotonic() < deadline:
@@ -73,10 +73,10 @@ class FaultScenario:
         raise TimeoutError(f"the daemon did not come back: {self.node.read_log()}")
 
     def lost(self, durable: set[bytes]) -> int:
-        """Count chunks that were reported durable and cannot be found.
+        """Count chunks that the daemon reported as durable but no longer finds.
 
-        A longer chunk may have replaced one. Not applicable to a store that evicts: it may have evicted chunks between
-        its last report and its death, or later.
+        A chunk that a longer chunk has replaced counts as found. Returns 0 for a node that evicts, because it may have
+        evicted chunks since its last report.
         """
         if self.evicts:
             return 0
@@ -92,7 +92,7 @@ class FaultScenario:
         return missing
 
     def leaked(self) -> int:
-        """Count slots, leases and reservations without an owner once the load is idle."""
+        """Wait until the load is idle; count the arena pages, leases and reservations that have no owner then."""
         self.load.pause()
         try:
             deadline = time.monotonic() + 10
@@ -115,7 +115,7 @@ def kill_daemon(scene: FaultScenario) -> RoundOutcome:
 
 
 def kill_daemon_and_supervisor(scene: FaultScenario) -> RoundOutcome:
-    """Kill daemon and supervisor; the node starts both again in a new interpreter."""
+    """Kill the daemon and its supervisor; the node then starts both again in a new interpreter."""
 
     def die() -> None:
         scene.node.kill("daemon")
@@ -137,7 +137,7 @@ def _killed(scene: FaultScenario, die: Callable[[], None]) -> RoundOutcome:
 
 
 def stop_daemon(scene: FaultScenario) -> RoundOutcome:
-    """Stop the daemon for longer than sessions live without heartbeats."""
+    """Stop the daemon for longer than the timeout of a session without heartbeats."""
     scene.let_run()
     scene.load.down.begin()
     scene.node.kill("daemon", signal.SIGSTOP)
@@ -150,7 +150,7 @@ def stop_daemon(scene: FaultScenario) -> RoundOutcome:
 
 
 def kill_client(scene: FaultScenario) -> RoundOutcome:
-    """Kill a worker's process while it fills staging, with a lease and a reservation."""
+    """Kill a writer process while it fills staging and has a lease and a reservation."""
     writer = scene.writing()
     assert writer.stdin is not None
     assert writer.stdout is not None
@@ -164,7 +164,7 @@ def kill_client(scene: FaultScenario) -> RoundOutcome:
 
 
 def stop_writer(scene: FaultScenario) -> RoundOutcome:
-    """Stop a writer during a copy, past its session's end, while others store the chunk; then resume it."""
+    """Stop a writer during a copy until its session has ended and another client has stored the chunk; resume it."""
     writer, token = scene.writing(), scene.rng.randrange(1 << 30)
     assert writer.stdin is not None
     assert writer.stdout is not None
@@ -177,7 +177,7 @@ def stop_writer(scene: FaultScenario) -> RoundOutcome:
     stored = peer.try_put(ids, 4000)
     writer.send_signal(signal.SIGCONT)
     wrong = 0
-    for _ in range(20):  # while the writer continues
+    for _ in range(20):  # the writer runs again meanwhile
         found = peer.match(ids)
         wrong += not peer.is_right(ids, found) or found.matched_tokens != 4000 * stored
         peer.release(found)
@@ -196,7 +196,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def damaged(scene: FaultScenario, damage: Callable[[Path], None]) -> RoundOutcome:
-    """Damage the store's file while the daemon is down; it must start and serve correct bytes."""
+    """Damage the store's file while the daemon is down; the daemon must then start and serve correct bytes."""
     scene.let_run()
     scene.load.down.begin()
     began = time.monotonic()
@@ -230,7 +230,7 @@ def flipped_store(scene: FaultScenario) -> RoundOutcome:
 
 
 def arena_full_leased(scene: FaultScenario) -> RoundOutcome:
-    """Lease the whole arena: commits are refused, then accepted once the leases end."""
+    """Lease the whole arena. The daemon must refuse further stores, and accept them after the leases end."""
     scene.load.pause()
     peer, held, wrong = Peer(scene.node), [], 0
     try:
@@ -252,7 +252,7 @@ def arena_full_leased(scene: FaultScenario) -> RoundOutcome:
 
 
 def slow_reader(scene: FaultScenario) -> RoundOutcome:
-    """Read the first message of streams, then stall."""
+    """Read only the first message of several streams, then stall."""
     peer = Peer(scene.node)
     ids = [scene.rng.randrange(1 << 30)] * 4000
     peer.try_put(ids, 4000)
@@ -274,7 +274,7 @@ def slow_reader(scene: FaultScenario) -> RoundOutcome:
 
 
 def vanished_client(scene: FaultScenario) -> RoundOutcome:
-    """Disconnect clients between Reserve and Commit, and during Store."""
+    """Disconnect clients between Reserve and Commit, and during a Store."""
     for _ in range(4):
         peer = Peer(scene.node)
         peer.reserve(*(peer.header([scene.rng.randrange(1 << 30)] * 100) for _ in range(8)))
@@ -288,7 +288,7 @@ def garbage(scene: FaultScenario) -> RoundOutcome:
 
 
 def replayed_epoch(scene: FaultScenario) -> RoundOutcome:
-    """Use a session, its leases and its epoch after the daemon's restart: it must refuse them."""
+    """Use a session, its reservation and its epoch after a restart of the daemon, which must refuse them."""
     peer = Peer(scene.node)
     reserved = peer.reserve(peer.header([scene.rng.randrange(1 << 30)] * 10))[0]
     old = peer.session, peer.welcome.epoch
@@ -310,7 +310,7 @@ def replayed_epoch(scene: FaultScenario) -> RoundOutcome:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[bool]:
-    """Mount a small file system at ``folder``; False without the rights to do so."""
+    """Mount a small file system at ``folder`` for the block; yields False without the rights to do so."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
     try:

@@ -1,4 +1,4 @@
-"""Fuzzer of the daemon's gRPC calls, with several threads; counts the answers.
+"""Fuzzer of the daemon's gRPC calls, with several threads.
 
 ``python -m benchmarks.chaos.fuzzer --socket PATH --seconds 60`` prints one JSON object.
 """
@@ -24,7 +24,7 @@ from kvsidecar.process.runtime_dir import socket_target
 from benchmarks.chaos.malformed_messages import KnownValues, MessageGenerator
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
-# Statuses created by this process, or by gRPC for oversized messages; all others come from the daemon.
+# Statuses that gRPC creates in this process. All other statuses come from the daemon.
 _NOT_THE_DAEMONS = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 _NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
 _STREAMS_IN, _STREAMS_OUT = ("Attach", "Store"), ("Attach", "Fetch", "Watch")
@@ -34,7 +34,7 @@ _WEIGHTS = {"Match": 6, "Reserve": 5, "Commit": 4, "Attach": 3, "Store": 3, "Del
 class Fuzzer:
     """One fuzzing thread.
 
-    ``statuses`` counts ``method status``; ``wrong`` contains answers that must never occur.
+    ``statuses`` counts the answers by method and status. ``wrong`` lists the answers that must never occur.
     """
 
     def __init__(self, socket: Path, seed: int) -> None:
@@ -51,7 +51,7 @@ class Fuzzer:
         self._weights = [_WEIGHTS.get(m.name, 1) for m in self._methods]
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Send requests until stopped, then release all resources."""
+        """Send requests until ``until`` returns True, then release all resources."""
         while not until():
             method = self.rng.choices(self._methods, self._weights)[0]
             self.requests += 1
@@ -88,7 +88,7 @@ class Fuzzer:
             self._read(method, [self.channel.unary_unary(path)(self._request(method), timeout=timeout)])
 
     def _attach(self, path: str) -> None:
-        """Open a session: one that lasts for a while, or a malformed one."""
+        """Open a session with a valid or a random request; keep some sessions open for a while."""
         rng, kind = self.rng, SERVICE.methods_by_name["Attach"]
         if len(self._attached) > 6:
             self._attached.pop(rng.randrange(len(self._attached))).cancel()
@@ -102,7 +102,7 @@ class Fuzzer:
         def sent() -> Iterator[bytes]:
             yield first
             yield from beats
-            if hold:  # half open: no further message
+            if hold:  # the stream stays open without further messages
                 stop.wait(rng.choice((0.2, 2.0)))
 
         call = self.channel.stream_stream(path)(sent(), timeout=10.0)
@@ -120,7 +120,7 @@ class Fuzzer:
                 time.sleep(0.05)
 
     def _some(self, call: Any) -> Iterator[bytes]:
-        """Read a stream, or a part of it."""
+        """Read all messages of a stream, or the first ones and then cancel it."""
         most = self.rng.choice((1, 3, 1000))
         for n, answer in enumerate(call):
             yield answer
@@ -145,7 +145,7 @@ class Fuzzer:
 
 
 def _is_classified(error: Any) -> bool:
-    """Return True if the daemon's error is machine-readable; gRPC's own refusals are not."""
+    """Return True if an error has the daemon's machine-readable reason, or if gRPC itself refused the call."""
     if error.code() in (grpc.StatusCode.UNIMPLEMENTED,) or "larger than max" in (error.details() or ""):
         return True
     for key, value in error.trailing_metadata() or ():
@@ -156,7 +156,7 @@ def _is_classified(error: Any) -> bool:
 
 
 def fuzz(socket: Path, seconds: float, threads: int, seed: int, requests: int = 0) -> dict[str, Any]:
-    """Fuzz for ``seconds``, or until ``requests`` requests were sent if that is not 0."""
+    """Fuzz for ``seconds``; if ``requests`` is not 0, until the threads have sent that many requests."""
     began = time.monotonic()
     fuzzers = [Fuzzer(socket, seed + i) for i in range(threads)]
 

@@ -1,4 +1,4 @@
-"""Hostile guest at a daemon's shared socket: all kinds of abuse at once, without a pause.
+"""Hostile guest at a daemon's shared socket: all kinds of attacks at once, without a pause.
 
 ``python -m benchmarks.chaos.hostile_guest SOCKET`` prints a line when it begins, runs until its standard input ends,
 then prints the number of attempts and of answers of each kind as JSON.
@@ -65,7 +65,7 @@ class Guest:
 
 
 def heartbeats(guest: Guest) -> Iterator[None]:
-    """Send heartbeat totals that rise to the maximum and fall again."""
+    """Send heartbeats whose totals rise to the maximum and fall again."""
     for most in itertools.cycle((1 << 48, 0)):
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         call, _ = guest.attach(said)
@@ -76,7 +76,7 @@ def heartbeats(guest: Guest) -> Iterator[None]:
 
 
 def amplifying(guest: Guest) -> Iterator[None]:
-    """Send messages that are small on the wire and large in memory, and the largest allowed ones."""
+    """Send messages of the maximum size, and messages that are small on the wire but large in memory."""
     header = b"\x28\x00" * 2900
     nested = (b"\x1a\xa8\x2d" + header) * 1000
     prompt = pb.MatchRequest(namespace=guest.namespace, token_ids=[1 << 20] * (1 << 20)).SerializeToString()
@@ -88,7 +88,7 @@ def amplifying(guest: Guest) -> Iterator[None]:
 
 
 def pins(guest: Guest) -> Iterator[None]:
-    """Pin chunks until pins are refused, and beyond."""
+    """Pin chunks without end, although the daemon refuses pins beyond a limit."""
     for number in itertools.count():
         yield
         key = guest.store([number, 1, *range(200)])
@@ -97,14 +97,14 @@ def pins(guest: Guest) -> Iterator[None]:
 
 
 def worth(guest: Guest) -> Iterator[None]:
-    """Store chunks with absurd compute times."""
+    """Store chunks with absurdly high prefill times, which would make eviction spare them."""
     for number in itertools.count():
         yield
         guest.store([number, 2, *range(200)], prefill_seconds=3e38)
 
 
 def idle_streams(guest: Guest) -> Iterator[None]:
-    """Open Store calls and send nothing more."""
+    """Open Store calls, and send nothing after the first message."""
     for number in itertools.count():
         held = []
         for n in range(_IDLE_STREAMS):
@@ -122,7 +122,7 @@ def idle_streams(guest: Guest) -> Iterator[None]:
 
 
 def siblings(guest: Guest) -> Iterator[None]:
-    """Store one prompt in many chunkings: many small matching chunks, and a search that follows them."""
+    """Store one prompt as chunks of many different lengths, so that a Match must search many combinations."""
     ends: list[tuple[int, bytes]] = [(0, b"")]
     for at, parent in ends:
         for length in (1, 2, 3):
@@ -134,7 +134,7 @@ def siblings(guest: Guest) -> Iterator[None]:
 
 
 def leases(guest: Guest) -> Iterator[None]:
-    """Open sessions with as many leases and reservations as possible."""
+    """Open sessions, and take as many leases and reservations as possible."""
     while True:
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         _call, session = guest.attach(said)
@@ -151,7 +151,7 @@ ATTACKS: dict[str, Callable[[Guest], Iterator[None]]] = {
 
 
 def run(socket: Path, over: threading.Event) -> dict[str, Any]:
-    """Run all attacks concurrently, one connection each, until stopped; return counts by attack and answer."""
+    """Run all attacks concurrently until stopped, each on its own connection; return counts by attack and answer."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ATTACKS}
 
     def one(name: str) -> None:

@@ -36,13 +36,13 @@ _WIDTH = {
     FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_INT32: 31,
     FieldDescriptor.CPPTYPE_UINT64: 64, FieldDescriptor.CPPTYPE_INT64: 63,
 }  # fmt: skip
-# Sessions are short: the most recent ones are probably open.
+# Prefer the newest values, because sessions are short and only the newest ones are probably still open.
 _MAX_KNOWN, _NEWEST = 64, 4
 NAMES = ("m", "fuzz")
 
 
 class KnownValues:
-    """Values that the daemon returned, for reuse in the right and in the wrong fields."""
+    """Values that the daemon returned, for use in the right and in wrong fields of later requests."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -59,7 +59,7 @@ class KnownValues:
         self._bytes.setdefault(field, deque(maxlen=_MAX_KNOWN)).append(value)
 
     def take(self, field: str) -> bytes | None:
-        """Return a value of this field, now and then one of another field."""
+        """Return a known value of this field or, in a tenth of the calls, of another field."""
         if field in ("lease_ids", "parent_prefix_hash"):
             field = {"lease_ids": "lease_id", "parent_prefix_hash": "prefix_hash"}[field]
         if field == "reservation_ids":
@@ -73,7 +73,7 @@ class KnownValues:
         return found[-1 - self._rng.randrange(newest)]
 
     def learn(self, answer: Message) -> None:
-        """Record every identifier in an answer."""
+        """Record the identifiers in an answer."""
         for field, value in answer.ListFields():
             many = field.is_repeated
             for one in list(value)[:32] if many else [value]:
@@ -86,13 +86,13 @@ class KnownValues:
 
 
 class MessageGenerator:
-    """Generator of requests. All randomness comes from the given generator."""
+    """Generator of requests. All randomness comes from ``rng``."""
 
     def __init__(self, rng: random.Random, known: KnownValues) -> None:
         self._rng, self._known = rng, known
 
     def request(self, kind: Descriptor) -> bytes:
-        """Return one serialized request: half of them well-formed."""
+        """Return one serialized request, which is well-formed in about half of the calls."""
         rng = self._rng
         dice = rng.random()
         if dice < 0.04:
@@ -102,7 +102,7 @@ class MessageGenerator:
         return self.mutated(data) if rng.random() < 0.15 else data
 
     def mutated(self, data: bytes) -> bytes:
-        """Flip bits, truncate, or add unknown fields."""
+        """Flip bits of a message, truncate it, or append unknown fields."""
         rng, changed = self._rng, bytearray(data)
         match rng.randrange(3):
             case 0 if changed:
@@ -163,13 +163,13 @@ class MessageGenerator:
                 return self.random(kind, 0)
 
     def prompt(self) -> list[int]:
-        """Return a prompt; few distinct beginnings, so that prompts share prefixes; now and then a long one."""
+        """Return a prompt with one of a few beginnings, so that prompts share prefixes. Some prompts are long."""
         rng = self._rng
         ids = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
         return ids * 2000 if rng.random() < 0.02 else ids
 
     def header(self) -> Any:
-        """Return the header of a new chunk."""
+        """Return a header for a new chunk."""
         from kvsidecar.chunk_layout import new_header
 
         from benchmarks.peer import GEOMETRY
@@ -198,7 +198,7 @@ class MessageGenerator:
         ]
 
     def random(self, kind: Descriptor, depth: int) -> Message:
-        """Fill every field or not, with any value."""
+        """Fill a random choice of fields with random values."""
         message: Message = (getattr(pb, kind.name, None) and getattr(pb, kind.name)()) or self._other(kind)
         for field in kind.fields:
             if self._rng.random() < 0.35 or depth > 3:

@@ -1,4 +1,4 @@
-"""Load by workers without a model: they store chunks, and verify every byte they read."""
+"""Load by clients without a model, which store chunks and verify every byte that they read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _PAUSE_SECONDS, _RETRY_SECONDS = 0.002, 0.02
 def prompt(n: int) -> list[int]:
     """Return the ``n``-th prompt, of up to four chunks.
 
-    Prompts of one dozen share their beginning, and some extend others, so that chunks are superseded.
+    The prompts of a dozen share their beginning. Some prompts extend others, so that longer chunks replace shorter
+    ones.
     """
     rng = random.Random(n // 12)
     ids = [rng.randrange(1 << 20) for _ in range(4 * CHUNK_TOKENS)]
@@ -30,10 +31,7 @@ def prompt(n: int) -> list[int]:
 
 @dataclass
 class Downtime:
-    """Intervals in which the daemon was down on purpose.
-
-    Requests that overlap an interval may fail.
-    """
+    """Intervals in which a fault stopped the daemon; requests that overlap an interval may fail."""
 
     times: list[tuple[float, float]] = field(default_factory=list)
     since: float | None = None
@@ -43,7 +41,7 @@ class Downtime:
 
     def end(self) -> None:
         assert self.since is not None
-        self.times.append((self.since, time.monotonic() + 0.5))  # a session may notice a little later
+        self.times.append((self.since, time.monotonic() + 0.5))  # sessions notice the restart slightly later
         self.since = None
 
     def meets(self, began: float, ended: float) -> bool:
@@ -68,7 +66,7 @@ class VictimLoad:
             thread.start()
 
     def pause(self, seconds: float = 30.0) -> None:
-        """Wait until every client is idle and holds nothing but its session."""
+        """Stop the load; return when every client is idle and has only its session."""
         self._idle.set()
         deadline = time.monotonic() + seconds
         while self._waiting < len(self._threads):
@@ -117,7 +115,7 @@ class VictimLoad:
         found = peer.match(ids)
         right = peer.is_right(ids, found)
         if rng.random() < 0.2:
-            time.sleep(0.01)  # holds a lease for a while
+            time.sleep(0.01)  # keep the lease for a while
             right = right and peer.is_right(ids, found)
         peer.release(found)
         self.reads += 1
@@ -126,7 +124,7 @@ class VictimLoad:
 
 
 class DurableChunkWatcher:
-    """Set of durable chunks, from the daemon's events."""
+    """Keeps the set of durable chunks up to date from the daemon's events."""
 
     def __init__(self, node: Node) -> None:
         self._channel = node.cache_channel()
@@ -154,7 +152,7 @@ class DurableChunkWatcher:
                 elif event.type in (pb.EVENT_TYPE_EVICTED, pb.EVENT_TYPE_DELETED, pb.EVENT_TYPE_UNPERSISTED):
                     self.durable.discard(event.chunk.prefix_hash)
         except grpc.RpcError:
-            return  # the daemon is down: the events received so far count
+            return  # the daemon is down; the events received so far count
 
     def close(self) -> set[bytes]:
         """Return the chunks that were durable when the stream ended."""
@@ -166,7 +164,7 @@ class DurableChunkWatcher:
 
 
 def paths(prompts: int, name: str = "m") -> dict[bytes, list[int]]:
-    """Yield the tokens up to the end of every chunk that the load's prompts can have."""
+    """Return, for the hash of every chunk that the load can store, the tokens up to the chunk's end."""
     root = keys.tenant_root(keys.namespace_id(descriptor(name)), b"")
     found = {}
     for n in range(prompts):

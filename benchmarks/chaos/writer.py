@@ -1,7 +1,7 @@
-"""Worker process to be stopped or killed while it fills staging: one round per input line.
+"""Writer process, which a fault stops or kills while the process fills staging.
 
-``python -m benchmarks.chaos.writer SOCKET`` prints ``half`` when half of a chunk is written and a lease held, and the
-chunk's final status at the end.
+``python -m benchmarks.chaos.writer SOCKET`` writes one chunk for each line of its input. It prints ``half`` when it has
+a lease and has written half of the chunk, and the chunk's final status at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peer import Peer, payload_of
 
 
 def write(node: Node, ids: list[int]) -> str:
-    """Write one chunk slowly."""
+    """Write one chunk slowly; return its final status."""
     peer = Peer(node)
     try:
         found = peer.match(ids[:1])

@@ -1,5 +1,6 @@
-"""First contact with a GPU: builds, checks and measures all that uses one; ``make gpu``.
+"""First contact with a GPU (``make gpu``): builds, checks and measures all code that uses one.
 
-Each step is a child process (``step_child``) that appends rows to a file; the runner may end it at any time. Imports
-nothing at the top but the standard library, so that missing modules are named before anything needs them.
+Each step is a child process (``step_child``) that appends rows to a file; the runner may kill the process at any time.
+``__main__`` imports only the standard library at the top, so that it can report missing modules before a step needs
+them.
 """

@@ -1,7 +1,7 @@
-"""First contact with a GPU: every step in a child process, one JSON, one table.
+"""First contact with a GPU: runs every step in a child process; writes one JSON and one table.
 
-Without a GPU it says so and exits with 0. ``--device fake`` runs all steps without one: on the fake driver, the
-emulator and the CPU; each row names its fake parts.
+On a machine without a GPU, the command says so and exits with 0. With ``--device fake``, it runs all steps without a
+GPU: on the fake driver, the emulator and the CPU. Each row then names its fake parts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.first_contact import offline_wheels
 
 ROOT = Path(__file__).parents[2]
 TOTAL_SECONDS = 470.0
-_BUSY = 3  # limits are so much longer without a GPU, on a machine that others may use
-# Name and time limit in seconds.
+_BUSY = 3  # factor of the time limits without a GPU, because other work may share the machine
+# Time limits in seconds, by the name of the step.
 STEPS = {
     "card": 60,
     "build": 150,
@@ -32,7 +32,7 @@ STEPS = {
 
 
 def devices() -> tuple[int, str]:
-    """Return the number of GPUs and, for none, the reason."""
+    """Return the number of GPUs, and the reason if there are none."""
     try:
         driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError as error:
@@ -44,7 +44,7 @@ def devices() -> tuple[int, str]:
 
 
 def _import_from(*folders: Path) -> None:
-    """Import from these folders, too: here and in all processes that are started."""
+    """Add folders to the import path of this process and of its children."""
     paths = [str(folder) for folder in folders]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*paths, os.environ.get("PYTHONPATH"))))
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         _import_from(offline_wheels.unpack(options.wheels.resolve()))
     missing = offline_wheels.missing()
     if options.device == "fake":
-        missing = [name for name in missing if name != "cuda.bindings.driver"]  # only of tests, which say so
+        missing = [name for name in missing if name != "cuda.bindings.driver"]  # only tests need it
     if missing:
         print(
             f"missing modules: {', '.join(missing)}. make gpu-wheels collects the small ones on a machine with a "
@@ -89,5 +89,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a step's processes end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runner also ends a step's processes
     sys.exit(main())

@@ -16,7 +16,7 @@ from kvkernels.device.visible_devices import device_of
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.row import RowFile
 
-# CUdevice_attribute, and why we ask for it.
+# For each fact: the number of its CUdevice_attribute, and why it matters.
 _ATTRIBUTES = {
     "multiprocessors": (16, "blocks that run at a time"),
     "shared memory of a block": (97, "kernels of 256 channels need 67584 bytes"),
@@ -52,7 +52,7 @@ def read_facts(device: ContactDevice, rows: RowFile) -> None:
 
 
 def build_kernels(device: ContactDevice, rows: RowFile) -> None:
-    """Build for the card's architecture: by nvcc, else by NVRTC as a worker does. Without a card, the emulator."""
+    """Build the kernels for the card with nvcc or, without nvcc, with NVRTC; without a card, build the emulator."""
     began = time.monotonic()
     if not isinstance(device, GpuDevice):
         library = emulator.build()

@@ -1,4 +1,4 @@
-"""Devices of first contact: a GPU, or the doubles that stand for one."""
+"""Devices of first contact: a GPU, or the doubles that replace one."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class GpuDevice:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """Our kernels. Raises RuntimeError with the reason that there are none."""
+        """Our kernels. Raises RuntimeError with the reason if they are not available."""
         chosen = kernels_for(self.torch)
         if chosen.kernels is None:
             raise RuntimeError(f"our kernels cannot be used: {chosen.why}")
         return chosen.kernels
 
     def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
-        """Return the times of a call, by replaying all calls as one CUDA graph after a warm-up."""
+        """Return the times of the calls, which are replayed as one CUDA graph after a warm-up."""
         card = device_of(self.torch)
 
         def step() -> Any:
@@ -89,7 +89,7 @@ class FakeDevice:
         return CubinModule([b"any"], 0)
 
     def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
-        """Return a time of the CPU, which is no measurement of a GPU."""
+        """Return the calls' times on the CPU, which say nothing about a GPU."""
         calls[0]()
         began = time.perf_counter()
         calls[0]()
@@ -100,7 +100,7 @@ ContactDevice = GpuDevice | FakeDevice
 
 
 def fake_parts(device: ContactDevice, step: str) -> str:
-    """Name the parts of a step that were not a GPU's; empty on a GPU."""
+    """Name the parts of a step that a double replaced; empty on a GPU."""
     return "" if isinstance(device, GpuDevice) else f"no GPU: {_FAKE_PARTS[step]}"
 
 

@@ -1,4 +1,4 @@
-"""Tests marked ``gpu`` as a step, and the kernels under a memory checker."""
+"""Two steps: the tests marked ``gpu``, and the kernels under a memory checker."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvkernels.cuda import emulator
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.row import RowFile
 
-# Contracts of memory, streams, capture, and sharing between processes. Those marked gpu run on the card; the others are
-# the same contracts over doubles.
+# Tests of the contracts of memory, streams, capture, and sharing between processes. On a card, the tests marked gpu
+# run; without a card, the other tests check the same contracts with doubles.
 TESTS = (
     "tests/kvkernels/device/test_device_contract.py",
     "tests/kvkernels/test_chunk_transfer.py",
@@ -26,13 +26,13 @@ TESTS = (
     "tests/inference_svc/model_runner/test_cuda_graphs.py",
     "tests/inference_svc/model_runner/test_cuda_capture.py",
 )
-# torch's own calls of the driver fail now and then, and it handles that.
+# torch's own driver calls sometimes fail, and torch handles these errors, so memcheck must not report them.
 _CHECKER_TOOLS = {"memcheck": ["--report-api-errors=no"], "racecheck": []}
 _CHECKER_SECONDS = 40.0
 
 
 def check_contract(device: ContactDevice, rows: RowFile) -> None:
-    """Run the tests, without the suite's configuration, whose plugins a machine with a GPU may lack."""
+    """Run the tests without the suite's configuration, because the machine may lack the plugins that it needs."""
     on_card = isinstance(device, GpuDevice)
     with tempfile.TemporaryDirectory(prefix="kvsidecar-contract-") as folder:
         results = Path(folder) / "results.xml"
@@ -56,7 +56,7 @@ def _add(rows: RowFile, case: ET.Element) -> None:
 
 
 def sanitize(device: ContactDevice, rows: RowFile) -> None:
-    """Run a few kernels under compute-sanitizer; the emulator's under the address sanitizer."""
+    """Run a few kernels under compute-sanitizer; without a GPU, run the emulator under the address sanitizer."""
     if not isinstance(device, GpuDevice):
         _sanitize_emulator(rows)
         return
@@ -88,7 +88,7 @@ def _sanitize_emulator(rows: RowFile) -> None:
         return
     found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True)
     library = emulator.build(sanitize=True, fewest=True)
-    # Fibers change stacks behind the sanitizer's back, and Python frees nothing at exit.
+    # The emulator's fibers change stacks, which the sanitizer cannot follow. Python does not free all memory at exit.
     options = "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=1"
     environment = {**os.environ, "LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": options}
     command = [sys.executable, "-m", "tests.kvkernels.emulated.sanitized", str(library), "--few"]

@@ -1,6 +1,7 @@
-"""Answers of the engine: hit against miss, after idle seconds and restarts, and graphs against eager steps.
+"""Checks of the engine's answers: hits against misses, and CUDA graphs against eager steps.
 
-The tolerance comes from cold runs of the same prompt, alone and beside others: a hit may differ as they differ.
+The hits also follow idle seconds and a restart of the worker. The tolerance comes from cold runs of the same prompt,
+alone and beside other prompts: a hit may differ by twice as much as these runs differ from each other.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from inference_svc.models.loader import LoadedModel
 from inference_svc.models.random_models import PREFIX
 
 Scores = dict[int, float]
-# More chunks than the 8 MiB of staging that an idle daemon keeps. A miss ends with a step of 3 tokens, as a hit does.
+# The chunks are larger than the 8 MiB of staging that an idle daemon keeps. The last step of a miss has 3 tokens, as
+# the only step of a hit has.
 _PROMPT_TOKENS = 3 * 512 + 3
-_IDLE_SECONDS = 6.0  # the daemon releases a piece of idle staging once a second
+_IDLE_SECONDS = 6.0  # the daemon frees a part of its idle staging every second
 _TOP = 10
-# Log probabilities closer than this are equal: one rounding of bfloat16 at the size of a large logit.
+# Smaller differences of log probabilities never fail: one rounding of bfloat16 changes a large logit by this much.
 _FLOOR = 1 / 32
 
 
@@ -41,7 +43,7 @@ def prompt(seed: int, tokens: int = _PROMPT_TOKENS) -> list[int]:
 
 
 def check_engine(device: ContactDevice, rows: RowFile) -> None:
-    """Check every model with the arena in host memory and in a GPU's, then graphs."""
+    """Check every model with the arena in host memory and in GPU memory, then check CUDA graphs."""
     for model in device.models:
         for arena, flags in (
             ("host arena", {}),
@@ -58,7 +60,7 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
 
 
 def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, flags: dict[str, str]) -> None:
-    # Nothing stays in the pool: what is reused comes from the daemon.
+    # resident_sequences 0: no blocks stay in the pool, so all reused tokens come from the daemon.
     worker = {"device": device.name, "resident_sequences": 0, "cache_timeout_ms": 10_000}
     with Node(model, worker_flags=worker, daemon_flags=flags, pool_bytes="1GiB") as node:
         first, second = prompt(1), prompt(2)
@@ -87,7 +89,7 @@ def _scores(client: Client, ids: list[int], skip_cache: bool = False) -> tuple[S
 
 
 def _cold_runs(client: Client, ids: list[int]) -> list[Scores]:
-    """Compute a prompt twice alone, and once beside others."""
+    """Compute a prompt without the cache: twice alone, and once beside other prompts."""
     runs = [_scores(client, ids, skip_cache=True)[0] for _ in range(2)]
     others = [prompt(100 + i, 300) for i in range(3)]
     with ThreadPoolExecutor(4) as threads:
@@ -96,7 +98,7 @@ def _cold_runs(client: Client, ids: list[int]) -> list[Scores]:
 
 
 def difference(want: Scores, got: Scores) -> float:
-    """Return the largest difference of the log probabilities of the likeliest tokens; infinite if one is missing."""
+    """Return the largest difference in log probability over the likeliest tokens; infinite if ``got`` lacks one."""
     likely = sorted(want, key=lambda token: -want[token])[:_TOP]
     return max(abs(want[token] - got.get(token, float("inf"))) for token in likely)
 
@@ -113,7 +115,7 @@ def _check_hit(node: Node, rows: RowFile, case: str, ids: list[int], want: Score
 
 
 class _EagerRecorder:
-    """Runs a step anew instead of replaying it: without a GPU."""
+    """Recorder without a GPU: it runs a step again instead of replaying a graph."""
 
     def record(self, step: Step) -> Step:
         return step
@@ -125,12 +127,12 @@ def _loaded(device: ContactDevice) -> LoadedModel:
     from inference_svc.models import fused_layer_weights
     from tests.inference_svc.model_runner.test_cuda_attention import loaded
 
-    fused_layer_weights.can_fuse_model = lambda model: False  # a GPU runs the model's own layers
+    fused_layer_weights.can_fuse_model = lambda model: False  # the layers must be the ones that a GPU runs
     return loaded("Qwen3ForCausalLM")
 
 
 def _check_graphs(device: ContactDevice, rows: RowFile) -> None:
-    """Compare decode steps of one and of three sequences."""
+    """Compare CUDA graphs with eager steps, for decode steps of one and of three sequences."""
     model = _loaded(device)
     decoder, lengths = Decoder(model), (5, 70, 33)
     pool = KVPool(model.layers, model.kv_heads, model.head_dim, 2048, model.dtype, model.device)

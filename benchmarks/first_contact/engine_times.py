@@ -1,7 +1,8 @@
 """Decode speed and time to first token of a worker, against their bounds on this card.
 
-A decode step reads all weights and its sequences' keys and values once; a prefill multiplies every token by every
-weight; a hit sends its chunks to the card, then reads the weights once. Rates are measured here.
+A bound is the time of the least necessary work, at rates that are measured on this card. A decode step reads all
+weights once, and the keys and values of its sequences once. A prefill multiplies every token by every weight. A hit
+copies its chunks to the card, then reads the weights once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Weights that a step reads, and a token's keys and values."""
+    """Sizes of a model: the weights that a step reads, and the keys and values of a token."""
 
     weights: int
     kv_bytes_per_token: int
@@ -37,7 +38,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: str, dtype: torch.dtype) -> ModelSize:
-        """Count from the model's configuration, without loading it."""
+        """Compute the sizes from the model's configuration, without loading the model."""
         from transformers import AutoConfig
 
         config: Any = config_of_shape(model) if model.startswith(PREFIX) else AutoConfig.from_pretrained(model)
@@ -80,10 +81,10 @@ def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTime
         "cache_timeout_ms": 10_000,
     }
     with Node(model, worker_flags=flags, pool_bytes="1GiB") as node:
-        node.client().generate(prompt(0, 32), max_tokens=4, deadline=100)  # loads what the first request loads
+        node.client().generate(prompt(0, 32), max_tokens=4, deadline=100)  # warm-up
         for batch in (1, 8):
             prompts = [prompt(i, context) for i in range(batch)]
-            decode.measure_ours(node, prompts, 4)  # records this batch's graph
+            decode.measure_ours(node, prompts, 4)  # record the graph of this batch size
             rate = report.median([decode.measure_ours(node, prompts, answer) for _ in range(_REPEATS)])
             read = weight_bytes + batch * (context + answer // 2) * size.kv_bytes_per_token
             least = decode.bound_seconds(read, 2.0 * batch * size.weights, rates.bandwidth, rates.products)

@@ -1,6 +1,7 @@
-"""Errors of every kernel, dtype and head dimension against float64, with poisoned outputs.
+"""Errors of every kernel, dtype and head dimension against float64.
 
-Memory that torch allocates is filled with NaN, and payloads with 0xaa, so a value that no kernel wrote is an error.
+Before a kernel runs, memory that torch allocates is filled with NaN, and payloads are filled with 0xaa. So a value that
+the kernel does not write is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.kvkernels.emulated.oracle import TOLERANCE, Case, attention, int32
 
 STORED = {torch.float16: DATA_TYPE_FLOAT16, torch.bfloat16: DATA_TYPE_BFLOAT16}
 _PACKED_DIMS = (64, 80, 96, 128, 256)
-_LSE_TOLERANCE = 1e-4  # the device's exp2 and log2 are approximations
+_LSE_TOLERANCE = 1e-4  # the GPU's exp2 and log2 are approximations
 _LAYERS, _POOL = 3, 200
 _RAGGED = ((3, 130), (1, 64), (40, 40), (17, 129))
 
@@ -67,7 +68,7 @@ def check_kernels(device: ContactDevice, rows: RowFile) -> None:
                     _row(rows, case, TOLERANCE[dtype], _chunk_attention, device, dtype, dim, bits)
                 _row(rows, f"combine {_name(dtype)} {dim}", TOLERANCE[dtype], _combined, device, dtype, dim)
             for bits, dim in product((16, 8, 4), _PACKED_DIMS):
-                # Half a step of quantization is the least error; the pool's dtype rounds what is unpacked.
+                # Packing always has an error of up to half a quantization step. Unpacking also rounds to the dtype.
                 limit = 0.0 if bits == 16 else 0.51
                 _row(rows, f"pack {bits} bits {_name(dtype)} {dim}", limit, _packed, device, dtype, dim, bits)
                 case = f"unpack {bits} bits {_name(dtype)} {dim}"
@@ -79,7 +80,7 @@ def check_kernels(device: ContactDevice, rows: RowFile) -> None:
 
 
 def check_few_kernels(device: ContactDevice, rows: RowFile) -> None:
-    """Check one case of each kernel, for tools that slow them down."""
+    """Check one case of each kernel, for a memory checker that makes kernels slow."""
     dtype, dim = torch.float16, 64
     tolerance = TOLERANCE[dtype]
     with Poison():
@@ -104,19 +105,22 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def largest(*errors: float) -> float:
-    """Return the largest error; NaN if one is NaN, which ``max`` may lose."""
+    """Return the largest error; NaN if one is NaN, which Python's ``max`` may ignore."""
     return float(np.max(np.asarray(errors)))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest value, or of 1. NaN if any is NaN."""
+    """Return the largest difference, divided by the largest expected value or 1, whichever is larger.
+
+    The result is NaN if any difference is NaN.
+    """
     wanted = expected.double().cpu()
     scale = max(1.0, float(wanted.abs().max()))
     return float((got.double().cpu() - wanted).abs().max()) / scale
 
 
 def _judged(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> float:
-    """Return the output's error; the log-sum-exp's error counts by its own tolerance."""
+    """Return the larger error of output and log-sum-exp. The latter is scaled, because its tolerance differs."""
     lse, wanted = got[1].double().cpu(), expected[1].double()
     seen = torch.isfinite(wanted)
     if not torch.equal(seen, torch.isfinite(lse)):
@@ -132,7 +136,7 @@ def _rows_on(case: Case, device: ContactDevice) -> AttentionRows:
 
 
 def _attention(device: ContactDevice, dtype: torch.dtype, dim: int) -> float:
-    """Ragged, decoding, scattered, paged, split, windowed and capped batches."""
+    """Return the largest error over ragged, decoding, scattered, paged, split, windowed and capped batches."""
     several = (
         (Case(_RAGGED, 8, 2, dim, dtype), None, 0, 0, 0.0),
         (Case(((1, 300), (1, 33)), 7, 1, dim, dtype), 5, 0, 0, 0.0),
@@ -217,7 +221,7 @@ def _slots(tokens: int) -> Tensor:
 
 
 def _packed(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> float:
-    """Largest error of what is packed, in steps of quantization; in values for 16 bits and unquantized tokens."""
+    """Return the largest error of packing, in quantization steps; for unquantized values, the absolute error."""
     errors = []
     for tokens in (70, 33, 2):
         keys, values = _pool(dtype, dim)
@@ -250,7 +254,7 @@ def _steps_off(
         scale, zero = scale[:, group], zero[:, group]
     else:
         scale, zero = scale[..., None], zero[..., None]
-    # Sink tokens are stored without quantization; their codes are bounded only where a group has no others.
+    # Sink tokens are stored without quantization, so their codes do not count.
     off = ((codes.double() * scale + zero - exact).abs() / scale.clamp_min(1e-30))[:, sinks:]
     parts = [x.abs().max() for x in (off, unquantized) if x.numel()]
     return largest(*map(float, parts))
@@ -261,7 +265,7 @@ def _plain(array: np.ndarray, dtype: torch.dtype) -> Tensor:  # type: ignore[typ
 
 
 def _unpacked(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> float:
-    """Error of unpacking with a RoPE shift; slots of other tokens must keep their poison."""
+    """Return the largest error of unpacking, with and without a RoPE shift. Other slots must keep their NaN."""
     header, place, slots = _header(dtype, dim, bits, 70, _LAYERS, 2), device.torch, _slots(50)
     payload = bytearray(header.payload_bytes)
     arrays = layout_of(header).arrays(memoryview(payload))

@@ -1,7 +1,8 @@
-"""Times of every kernel by graph replay over rotating buffers, against torch's and against the card's limits.
+"""Times of every kernel, against torch's kernels and against the card's limits.
 
-Rotating buffers are together larger than the L2 cache, so a call never finds its inputs there. The bound of a call is
-the longer of its bytes at the rate of a large copy and its operations at the rate of a large product.
+A CUDA graph replays the calls, each with the next of several buffers. All buffers together are larger than the L2
+cache, so a call never finds its inputs there. The bound of a call is the longer of two times: its bytes at the rate of
+a large copy, and its operations at the rate of a large product.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is measured."""
+    """Sizes of the measured copies, products and batches."""
 
     copy_bytes: int = 1 << 30
     product: int = 8192
@@ -48,7 +49,7 @@ _SMALL = Sizes(1 << 20, 128, ((64, 128),), ((1, 256),), 1, (256,))
 
 
 class KernelTimes:
-    """Measures ours and references, and adds a row for each reference."""
+    """Measures our kernels and their references, and adds a row for each reference."""
 
     def __init__(self, device: ContactDevice, rows: RowFile, sizes: Sizes) -> None:
         self._device, self._rows = device, rows
@@ -63,7 +64,7 @@ class KernelTimes:
     def compare(
         self, case: str, ours: Sequence[Call], references: dict[str, Sequence[Call]], moved: float, operations: float
     ) -> None:
-        """Measure calls over rotating buffers. A reference that refuses is a row with its reason."""
+        """Measure calls over rotating buffers. If a reference refuses the case, its row has the reason."""
         try:
             ours_us = self._median(ours)
         except RuntimeError as error:
@@ -84,7 +85,7 @@ class KernelTimes:
 
 
 def measure_kernels(device: ContactDevice, rows: RowFile) -> None:
-    """Measure attention, packing and products, and say what is slower than a reference."""
+    """Measure attention, packing and products; count the rows in which ours is slower than torch."""
     sizes = Sizes() if isinstance(device, GpuDevice) else _SMALL
     times = KernelTimes(device, rows, sizes)
     for count, keys in sizes.prefill:
@@ -100,7 +101,7 @@ def measure_kernels(device: ContactDevice, rows: RowFile) -> None:
 
 
 def _buffers(device: ContactDevice, size_bytes: int) -> range:
-    """As many buffers as the L2 cache cannot hold."""
+    """Return the indices of buffers of this size, which together exceed the L2 cache."""
     return range(min(_MAX_BUFFERS, -(-_ROTATED_BYTES // size_bytes)) if isinstance(device, GpuDevice) else 1)
 
 
@@ -113,7 +114,7 @@ def _random(device: ContactDevice, *shape: int) -> Tensor:
 
 
 def _prefill(device: ContactDevice, times: KernelTimes, count: int, keys: int) -> None:
-    """The last ``count`` rows of a sequence of ``keys``."""
+    """Measure prefill of the last ``count`` tokens of a sequence of ``keys`` tokens."""
     several = _buffers(device, 2 * KV_HEADS * keys * DIM * 2)
     q, scale = _random(device, count, HEADS, DIM), DIM**-0.5
     kv = [(_random(device, KV_HEADS, keys, DIM), _random(device, KV_HEADS, keys, DIM)) for _ in several]
@@ -181,7 +182,7 @@ def _decode(device: ContactDevice, times: KernelTimes, batch: int, keys: int) ->
 
 
 def _packing(device: ContactDevice, times: KernelTimes, layers: int) -> None:
-    """Chunks of 128 tokens between pool and payloads, with a RoPE shift when unpacked; the bound is a copy."""
+    """Measure packing of chunks of 128 tokens, and unpacking with a RoPE shift; the bound is a copy."""
     tokens, place = 128, device.torch
     pool = [_random(device, layers, KV_HEADS, 4096, DIM) for _ in range(2)]
     angles = np.linspace(0, 3, DIM // 2, dtype=np.float32)
@@ -216,7 +217,7 @@ def _call(
 
 
 def _products(device: ContactDevice, times: KernelTimes, size: int) -> None:
-    """4-bit weights in groups of 128, against 16-bit weights and torch's 4-bit product."""
+    """Measure products of 4-bit weights in groups of 128, against 16-bit weights and torch's 4-bit product."""
     place, on_gpu = device.torch, isinstance(device, GpuDevice)
     several = _buffers(device, size * size // 2)
     words, zeros = (
@@ -234,7 +235,7 @@ def _products(device: ContactDevice, times: KernelTimes, size: int) -> None:
     theirs: list[Tensor] = []
     reason = ""
     try:
-        # On the CPU it takes one code in 32 bits.
+        # On the CPU, torch's 4-bit product takes each code in 32 bits.
         given = codes if on_gpu else torch.randint(0, 15, (size, size), dtype=torch.int32)
         theirs = [convert(given, 8) for _ in several]
     except RuntimeError as error:

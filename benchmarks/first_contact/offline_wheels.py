@@ -1,7 +1,7 @@
-"""Wheels for a machine without a network: collected here, unpacked there, without pip.
+"""Wheels for a machine with a GPU that has no network and no pip.
 
-``make gpu-wheels`` collects them; ``make gpu`` unpacks those that the machine lacks. The machine is expected to have
-torch and transformers with their dependencies.
+``make gpu-wheels`` collects the wheels on another machine. ``make gpu`` unpacks the wheels of modules that the machine
+with the GPU lacks. This machine must have torch and transformers with their dependencies.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pathlib import Path
 
 FOLDER = Path("build/gpu-wheels")
 MAX_BYTES = 64 << 20
-# Modules that the machine must have: all others of ours need them, or they are too large to carry.
+# Modules that the machine must have. They are too large for the collection, or most other modules need them.
 GIVEN = ("torch", "numpy", "transformers")
-# Modules that worker, daemon, benchmarks and tests import, and the distributions that bring them.
+# Modules that worker, daemon, benchmarks and tests import. The value names the distributions that contain a module and
+# its dependencies.
 OFFLINE = {
     "cuda.bindings.driver": ("cuda-bindings", "cuda-pathfinder"),
     "dotenv": ("python-dotenv",),
@@ -54,19 +55,19 @@ OFFLINE = {
 
 
 def missing(names: tuple[str, ...] = GIVEN + tuple(OFFLINE)) -> list[str]:
-    """Return those modules that this interpreter does not find."""
+    """Return the names of the modules that this interpreter does not find."""
     return [name for name in names if not _is_found(name)]
 
 
 def _is_found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack a folder's wheels that bring missing modules, and return the folder to import them from."""
+    """Unpack the wheels of missing modules; return the folder from which Python can import them."""
     target = folder / f"unpacked-{sys.version_info.major}.{sys.version_info.minor}"
     wanted = {_normal(d) for module in missing(tuple(OFFLINE)) for d in OFFLINE[module]}
     for wheel in sorted(folder.glob("*.whl")):
@@ -77,7 +78,7 @@ def unpack(folder: Path) -> Path:
 
 
 def _fits(wheel: Path) -> bool:
-    """Return True if a wheel is for this interpreter's version, for later ones than its own, or for any."""
+    """Return True if a wheel's tags fit this interpreter: pure Python, the stable ABI, or this Python version."""
     python, abi = wheel.stem.split("-")[-3:-1]
     return abi in ("none", "abi3") or python == f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -87,7 +88,10 @@ def _normal(name: str) -> str:
 
 
 def collect(folder: Path, python: str) -> int:
-    """Download the wheels for a Python on Linux, x86-64. Raises RuntimeError with pip's message."""
+    """Download the wheels for a Python version on Linux x86-64; return their size in bytes.
+
+    Raises RuntimeError with pip's message if the download fails, and if the wheels are too large.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -116,7 +120,7 @@ def collect(folder: Path, python: str) -> int:
 
 
 def _requirements() -> list[str]:
-    """Return what to download, with the bounds of pyproject.toml."""
+    """Return the requirements for pip, with the version bounds of pyproject.toml."""
     with Path("pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     several = [project["dependencies"], *project["optional-dependencies"].values()]

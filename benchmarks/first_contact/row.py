@@ -1,4 +1,4 @@
-"""Rows: results of first contact, and the file of a step that they are appended to."""
+"""Rows, which are the results of first contact, and the file to which a step appends them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One result. ``passed`` is None for a measurement that no limit judges.
+    """One result. ``passed`` is None for a measurement without a limit.
 
-    ``fake`` names every part that was not a GPU's. ``speedup`` is the reference's time over ours, so below 1 where we
-    are slower; None without a reference and for fake parts.
+    ``fake`` names the parts that a double replaced. ``speedup`` is the reference's time divided by ours, so below 1 if
+    ours is slower. It is None without a reference, or if parts are fake.
     """
 
     case: str
@@ -25,7 +25,7 @@ class Row:
 
 
 class RowFile:
-    """Rows of one step, each written at once, so that a killed step keeps those that it had."""
+    """File of one step's rows. Each row is written at once, so that a killed step keeps its earlier rows."""
 
     def __init__(self, path: Path, fake: str = "") -> None:
         self._path, self._fake = path, fake
@@ -36,12 +36,12 @@ class RowFile:
             file.write(json.dumps({**asdict(row), "fake": self._fake}) + "\n")
 
     def measured(self, case: str, value: str, reference: str = "", speedup: float | None = None) -> None:
-        """Append a measurement that no limit judges."""
+        """Append a measurement without a limit."""
         known = speedup is not None and not self._fake
         self.add(Row(case, None, value, reference, round(speedup or 0.0, 3) if known else None))
 
     def within(self, case: str, error: float, limit: float) -> None:
-        """Append an error with its limit. NaN fails."""
+        """Append an error with its limit; the row passes if the error is within the limit. NaN fails."""
         passed = not math.isnan(error) and error <= limit
         self.add(Row(case, passed, f"error {error:.1e}", f"at most {limit:.1e}"))
 
@@ -52,7 +52,7 @@ class RowFile:
         self.add(Row(case, False, reason))
 
     def read(self) -> list[Row]:
-        """Return the rows; the last line of a killed step may be cut off."""
+        """Return the rows. Ignores a last line that is cut off because the step was killed."""
         if not self._path.exists():
             return []
         rows = []

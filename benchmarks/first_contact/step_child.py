@@ -9,12 +9,12 @@ from pathlib import Path
 from benchmarks.first_contact.contact_device import fake_parts, make_device
 from benchmarks.first_contact.row import RowFile
 
-# Step, and the module and function that run it.
+# The module and function of each step.
 _FUNCTIONS = {
     "card": ("card_facts", "read_facts"),
     "build": ("card_facts", "build_kernels"),
     "kernels": ("kernel_errors", "check_kernels"),
-    "few_kernels": ("kernel_errors", "check_few_kernels"),  # within the sanitizer's
+    "few_kernels": ("kernel_errors", "check_few_kernels"),  # child of the step sanitizer
     "sanitizer": ("contract_tests", "sanitize"),
     "contract": ("contract_tests", "check_contract"),
     "engine": ("engine_answers", "check_engine"),

@@ -25,17 +25,17 @@ _COLUMNS = ("case", "verdict", "value", "reference", "speedup")
 
 @dataclass(frozen=True)
 class Step:
-    """A step's name and its time limit; its function is ``step_child``'s."""
+    """A step's name and its time limit. ``step_child`` maps the name to a function."""
 
     name: str
     limit_seconds: float
 
 
 class StepRunner:
-    """Runs steps in order. A step that fails, hangs or crashes is a row, and the next one runs."""
+    """Runs steps in order. If a step fails, hangs or crashes, it gets a failed row, and the next step runs."""
 
     def __init__(self, arguments: Sequence[str], out: Path, seconds: float) -> None:
-        """``arguments`` go to every step. ``seconds`` is the limit of all steps together."""
+        """Create the runner. Every step gets ``arguments``; ``seconds`` is the time limit of all steps together."""
         self._arguments, self._out = arguments, out
         self._deadline = time.monotonic() + seconds
         self.rows: list[dict[str, Any]] = []
@@ -43,7 +43,7 @@ class StepRunner:
         self._machine = report.machine()
 
     def run(self, step: Step) -> None:
-        """Run a step and write all results so far."""
+        """Run a step, then write the results of all steps so far."""
         began = time.monotonic()
         limit = min(step.limit_seconds, self._deadline - began)
         if limit < 1:
@@ -73,7 +73,7 @@ class StepRunner:
             rows, log = RowFile(Path(folder) / "rows.jsonl"), Path(folder) / "log"
             command = [sys.executable, "-m", "benchmarks.first_contact.step_child", step.name, *self._arguments]
             with log.open("wb") as output:
-                # A session of its own: what a step leaves behind ends with it.
+                # Each step has its own session, so that the runner can also end the processes that it leaves behind.
                 child = subprocess.Popen(
                     [*command, "--rows", str(Path(folder) / "rows.jsonl")],
                     stdout=output,
@@ -103,7 +103,7 @@ class StepRunner:
             self.rows.append({"step": step.name, "verdict": verdict, **values})
 
     def _write(self) -> None:
-        """Replace the file, so that a reader or a crash never finds half of it."""
+        """Replace the file in one operation, so that it is complete at any time."""
         result = {
             "benchmark": "first_contact",
             "provenance": Provenance.now().as_dict(),
@@ -119,7 +119,7 @@ class StepRunner:
 
 @contextlib.contextmanager
 def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End a child and all processes of its session with the block."""
+    """At the end of the block, kill a child and all processes of its session."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Common interface of engines, ours and vLLM, with their ways to keep a cache."""
+"""Arms: our engine and vLLM behind one interface, with different caches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
 
 
 def _nothing() -> None:
-    """No operation."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class EngineArm:
     """One engine configuration.
 
-    ``ask`` returns a greedy answer. ``restart`` sends SIGKILL and starts a new process (no operation for engines
-    without a cache). ``settle`` waits until nothing is being stored. ``save`` persists the cache if an engine does so
-    on request. Reuse is in whole blocks of ``block`` tokens.
+    ``ask`` returns a greedy answer. ``restart`` sends SIGKILL and starts a new process; for an engine without a cache,
+    it does nothing. ``settle`` waits until all stores have finished. ``save`` persists the cache of an engine that does
+    so only on request. The engine reuses whole blocks of ``block`` tokens.
     """
 
     name: str
@@ -40,7 +40,7 @@ class EngineArm:
 
 
 def of_node(name: str, node: Node, *, skip: bool = False) -> EngineArm:
-    """Create an arm of our worker. ``skip`` disables the cache."""
+    """Create an arm with our worker. ``skip`` disables the cache."""
 
     def ask(tokens: list[int], answer: int) -> Answer:
         found = node.client().generate(
@@ -60,7 +60,7 @@ def of_engine(
     *,
     keeps: bool = True,
 ) -> EngineArm:
-    """Create an arm of another engine. ``keeps``: it keeps a cache."""
+    """Create an arm with another engine. ``keeps`` says that the engine has a cache, so a restart matters."""
 
     def restart() -> None:
         engine.restart()
@@ -73,10 +73,10 @@ def of_engine(
 def arms_of(
     options: argparse.Namespace, stack: ExitStack, scratch: Path, model: Path, dtype: str, longest: int
 ) -> tuple[list[EngineArm], list[str]]:
-    """Start the arms of ``options.arms``; return them and the reasons for missing ones.
+    """Start the arms of ``options.arms``; return them, and the reasons why arms are missing.
 
-    ``longest`` is the maximum of prompt and answer tokens. ``nocache`` shares the node of ``ours``: it neither reads
-    nor writes the cache.
+    ``longest`` is the maximum number of tokens in a prompt with its answer. ``nocache`` shares the node of ``ours``,
+    because it neither reads nor writes the cache.
     """
     room = (longest + BLOCK_TOKENS) * options.clients * model_shape(str(model)).token_bytes
     flags = {"dtype": dtype}
@@ -118,7 +118,7 @@ def arms_of(
 def of_vllm(
     name: str, recipe: EngineSettings, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True
 ) -> EngineArm:
-    """Start vLLM, with our connector on a daemon with this arena size, or without one if it is 0."""
+    """Start vLLM. If ``arena`` is not 0, vLLM has our connector, and its daemon has an arena of this size."""
     settle: Callable[[], None] = _nothing
     if arena:
         node = stack.enter_context(Node(workers=0, arena_bytes=str(arena)))

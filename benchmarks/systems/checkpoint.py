@@ -1,4 +1,4 @@
-"""One model in the formats of all engines: safetensors, and GGUF at several widths."""
+"""One model in the formats of all engines: safetensors, and GGUF with several bit widths."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2
 
 
 def dtype_of(model: str, wanted: str) -> str:
-    """Return the name of the dtype in which ours computes ``model``; ``auto`` depends on this CPU."""
+    """Return the name of the dtype in which our worker computes. For ``auto``, it depends on this CPU."""
     return str(pick_dtype(wanted, torch.bfloat16, torch.device("cpu"))).removeprefix("torch.")
 
 
 def folder_of(model: str, scratch: Path) -> Path:
-    """Return a folder of safetensors.
+    """Return the folder of a model in safetensors.
 
-    ``shape:NAME`` gets random weights (bfloat16, the same each time) and the built-in model's tokenizer, and is written
-    below ``scratch``. Raises ModelUnsupported.
+    For ``shape:NAME``, the function writes a model below ``scratch``. Its weights are random in bfloat16, and equal in
+    every run; its tokenizer is the built-in model's. Raises ModelUnsupported.
     """
     if not model.startswith(PREFIX):
         found = resolve(model)
@@ -57,15 +57,15 @@ def folder_of(model: str, scratch: Path) -> Path:
     made.save_pretrained(folder)
     for name in _TOKENIZER:
         shutil.copy(DEMO_MODEL / name, folder / name)
-    os.sync()  # writing back a gigabyte would delay the first system that is measured
+    os.sync()  # otherwise the write-back of a gigabyte would delay the first system
     return folder
 
 
 def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[int]:
-    """Return the prompt lengths that fit the model's context together with an answer.
+    """Return the prompt lengths that fit into the model's context together with an answer.
 
-    Without ``wanted``, those of the default lengths that fit. If a wanted length does not fit, ends the program with a
-    message.
+    Without ``wanted``, these are the default lengths that fit. If a wanted length does not fit, raises SystemExit with
+    a message.
     """
     room = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"] - answer
     if wanted is None:
@@ -78,8 +78,8 @@ def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
     """Write a Llama or Qwen2 model for llama.cpp, without a tokenizer.
 
-    ``kind`` is one of KINDS; as in llama.cpp's own quantizer, 4-bit weights keep wider embeddings, here of 8. Raises
-    ValueError.
+    ``kind`` is one of KINDS. With 4-bit weights, the embeddings have 8 bits, because llama.cpp's own quantizer gives
+    them more bits, too. Raises ValueError for a model that this function cannot write.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     arch = _ARCHITECTURES.get(config["model_type"])
@@ -139,6 +139,6 @@ def _theta(config: dict[str, Any]) -> float:
 
 
 def _in_pairs(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Permute a rotated projection's rows to llama.cpp's layout for Llama: RoPE pairs adjacent."""
+    """Permute the rows of a projection to llama.cpp's layout for Llama, in which the two rows of a RoPE pair adjoin."""
     half = values.shape[0] // heads // 2
     return values.reshape(heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

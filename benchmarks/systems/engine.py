@@ -1,4 +1,4 @@
-"""Parent's end: starts an engine in its environment, queries, kills and restarts it."""
+"""Parent's end of the socket: starts an engine in its environment, queries it, kills it and restarts it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _LOG_SHOWN = 3000
 
 
 class EngineDied(RuntimeError):
-    """The engine's process ended, by itself or because it was killed."""
+    """The engine's process ended, by itself or by a kill."""
 
 
 class RequestFailed(RuntimeError):
-    """A live engine failed a request."""
+    """A live engine answered a request with an error."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer with times from the request's arrival at the engine.
+    """An answer. Its times begin when the request arrives at the engine.
 
-    ``cached`` tokens of the prompt were not computed.
+    ``cached`` is the number of prompt tokens that the engine did not compute.
     """
 
     ids: list[int]
@@ -44,14 +44,14 @@ class Answer:
 
     @property
     def decode_ms(self) -> float:
-        """Return milliseconds per token after the first; 0 for a single token."""
+        """Milliseconds per token after the first token; 0 for a single token."""
         return (self.total_ms - self.ttft_ms) / (len(self.ids) - 1) if len(self.ids) > 1 else 0.0
 
 
 class Engine:
-    """One engine and its log; a context manager that starts it.
+    """Context manager that runs one engine. ``log`` is the engine's log file.
 
-    ``options`` are the program's.
+    The engine's program gets ``options``.
     """
 
     def __init__(self, environment: Environment, program: str, folder: Path, options: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    # ---- its process ----------------------------------------------------------------------------------------
+    # ---- the process ----------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -80,7 +80,7 @@ class Engine:
         return self._link is not None and process is not None and process.poll() is None
 
     def start(self) -> None:
-        """Start; return when it is ready. Raises EngineDied with the end of its log."""
+        """Start the engine; return when it is ready. Raises EngineDied with the end of the log."""
         try:
             self._start()
         except BaseException:
@@ -125,7 +125,7 @@ class Engine:
         raise EngineDied(f"{self._program} did not come up in {_START_SECONDS:g} s; {self._why()}")
 
     def kill(self) -> None:
-        """Send SIGKILL to all of its processes; return when they are gone."""
+        """Send SIGKILL to all processes of the engine; return when they are gone."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -141,7 +141,7 @@ class Engine:
         self.kill()
         self.start()
 
-    # ---- asking ---------------------------------------------------------------------------------------------
+    # ---- requests -------------------------------------------------------------------------------------------
 
     def ask(
         self,
@@ -154,15 +154,15 @@ class Engine:
     ) -> Answer:
         """Return a greedy answer of ``max_tokens`` tokens.
 
-        ``together`` is the number of concurrent requests: vLLM starts when it has them all. Raises EngineDied,
-        RequestFailed, and TimeoutError.
+        ``together`` is the number of concurrent requests: vLLM starts when it has received all of them. Raises
+        EngineDied, RequestFailed, and TimeoutError.
         """
         asked = {"tokens": tokens, "max_tokens": max_tokens, "salt": salt, "together": together}
         found = self._send(asked).result(seconds)
         return Answer(found["ids"], found["ttft_ms"], found["total_ms"], found["cached"])
 
     def do(self, what: str) -> Any:
-        """Run another operation of the program."""
+        """Run an operation of the engine's program other than an answer, such as ``reset``."""
         return self._send({"do": what}).result(_ASK_SECONDS)["done"]
 
     def _send(self, message: dict[str, Any]) -> Future[dict[str, Any]]:
@@ -190,7 +190,7 @@ class Engine:
                     future.set_exception(RequestFailed(found["error"]))
                 else:
                     future.set_result(found)
-        except (OSError, ValueError):  # truncated line
+        except (OSError, ValueError):  # the engine died in the middle of this line
             pass
         finally:
             link.close()

@@ -1,4 +1,4 @@
-"""Environments of other engines, separate from ours, made by ``make bench-peers``."""
+"""Python environments of other engines, which ``make bench-peers`` creates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-# Module name, and the Makefile's folder.
+# For each engine: the module to import, and the folder of the environment that the Makefile creates.
 _ENGINES = {"vllm": ("vllm", ".venv-vllm"), "llama_cpp": ("llama_cpp", ".venv-llama")}
-# Allocators and OpenMP runtimes that vLLM's manual recommends to preload, in search order.
+# Allocator and OpenMP runtime that vLLM's manual recommends to preload, with the file names in search order.
 _PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
 
 
@@ -22,14 +22,14 @@ class EngineNotInstalled(RuntimeError):
 
 @dataclass(frozen=True)
 class Environment:
-    """Interpreter with an engine in it. ``preloaded`` libraries come before all others."""
+    """A Python interpreter that can import an engine, and the libraries to preload."""
 
     python: Path
     preloaded: tuple[Path, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables: without our settings, this source tree first, with preloads."""
+        """Return environment variables: without our settings, with this source tree and the preloaded libraries."""
         out = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_")}
         ours = (ROOT, ROOT / "kernels", ROOT / "clients" / "python")
         out["PYTHONPATH"] = os.pathsep.join(map(str, ours))
@@ -39,9 +39,10 @@ class Environment:
 
 
 def find(engine: str) -> Environment:
-    """Find ``vllm`` or ``llama_cpp``: the interpreter in KVSIDECAR_BENCH_NAME, this one, or the Makefile's.
+    """Find the environment of ``vllm`` or ``llama_cpp``.
 
-    Raises Missing.
+    This is the interpreter in the variable KVSIDECAR_BENCH_NAME, this interpreter, or the one that the Makefile has
+    installed. Raises EngineNotInstalled.
     """
     module, folder = _ENGINES[engine]
     named = os.environ.get(f"KVSIDECAR_BENCH_{engine.upper()}", "")
@@ -60,7 +61,7 @@ def find(engine: str) -> Environment:
 
 
 def has(python: Path, module: str) -> bool:
-    """Return True if an interpreter finds a module."""
+    """Return True if an interpreter can import a module."""
     looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         return subprocess.run([python, "-c", looks], capture_output=True, timeout=60).returncode == 0
@@ -69,7 +70,7 @@ def has(python: Path, module: str) -> bool:
 
 
 def preloads(python: Path) -> tuple[Path, ...]:
-    """Return tcmalloc and Intel's OpenMP, if present in the environment or in Debian's folders."""
+    """Return the paths of tcmalloc and Intel's OpenMP that exist in the environment or in Debian's folders."""
     places = [python.parent.parent / "lib", *sorted(python.parent.parent.glob("lib/python*/site-packages/vllm/libs"))]
     places += [*sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64")]
     found = []

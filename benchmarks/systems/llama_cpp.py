@@ -1,8 +1,8 @@
-"""llama.cpp through its C interface, as a program.
+"""Program that runs llama.cpp through its C interface.
 
-``options`` are ``model`` (a GGUF file), ``context``, ``threads`` and ``prompt_cache`` (a folder of files that outlive
-it, as its server's ``--slot-save-path`` keeps). A prompt continues from the prefix that it shares with the previous
-one, or, if that is longer, with a file.
+``options`` are ``model`` (a GGUF file), ``context``, ``threads`` and ``prompt_cache``. The latter is a folder of state
+files that outlive the process, like those of ``--slot-save-path`` in llama.cpp's server. A prompt reuses the longest
+prefix that it shares with the previous prompt or with a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BATCH, _UBATCH = 2048, 512
 
 
 class LlamaCpp:
-    """llama.cpp context with one sequence."""
+    """A llama.cpp context with one sequence."""
 
     def __init__(self, model: str, context: int, threads: int, prompt_cache: str) -> None:
         llama_cpp.llama_backend_init()
@@ -70,10 +70,10 @@ class LlamaCpp:
         raise ValueError(f"{what!r} is not known; known are reset and save")
 
     def _read(self, tokens: list[int]) -> int:
-        """Compute tokens after the cached ones; return the likeliest next token."""
+        """Compute the tokens that follow the cached ones; return the likeliest next token."""
         for begin in range(0, len(tokens), _BATCH):
             piece = tokens[begin : begin + _BATCH]
-            there = (llama_cpp.llama_token * len(piece))(*piece)  # keeps the batch's memory alive
+            there = (llama_cpp.llama_token * len(piece))(*piece)  # keeps the memory of the batch alive
             if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(there, len(piece))) != 0:
                 raise RuntimeError("llama.cpp cannot go on: its context is full")
             self._there += piece
@@ -81,7 +81,7 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
 
     def _load(self, file: Path) -> list[int]:
-        """Replace the sequence by a file's; return its tokens."""
+        """Replace the sequence by the one in a file; return its tokens."""
         self._clear()
         tokens, count = (llama_cpp.llama_token * self._room)(), ctypes.c_size_t()
         if not llama_cpp.llama_state_seq_load_file(
@@ -97,7 +97,7 @@ class LlamaCpp:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """Return the length of two prompts' common prefix."""
+    """Return the length of the common prefix of two prompts."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

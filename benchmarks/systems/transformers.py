@@ -1,7 +1,7 @@
-"""Hugging Face transformers, as a program.
+"""Program that runs Hugging Face transformers.
 
-``options`` are ``model`` (a folder), ``dtype`` and ``threads``. A prompt continues from the prefix that it shares with
-the previous one, in the library's cache object.
+``options`` are ``model`` (a folder), ``dtype`` and ``threads``. A prompt reuses the prefix that it shares with the
+previous prompt, from the library's cache object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.systems import wire
 
 
 class Transformers:
-    """Model with one sequence."""
+    """A model with one sequence in its cache."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
-"""vLLM in one process, as a program.
+"""Program that runs vLLM in one process.
 
-``options`` are ``engine`` (its EngineArgs) and ``transfer`` (connector, or null). The serving thread steps the
-scheduler, as vLLM's own busy loop does; requests arrive between steps. Without HTTP and a second process it answers
-sooner than ``vllm serve``.
+``options`` are ``engine`` (vLLM's EngineArgs) and ``transfer`` (the connector's settings, or null). The serving thread
+steps the scheduler, as vLLM's own busy loop does; it takes new requests between steps. The program answers sooner than
+``vllm serve``, because it needs neither HTTP nor a second process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def build(engine: dict[str, Any], transfer: dict[str, Any] | None) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     given = None if transfer is None else KVTransferConfig(**transfer)
-    # Cached tokens are reported only with statistics.
+    # vLLM reports cached tokens only with statistics.
     arguments = EngineArgs(skip_tokenizer_init=True, disable_log_stats=False, kv_transfer_config=given, **engine)
     return LLMEngine.from_engine_args(arguments)
 
 
 class ServingLoop:
-    """Receives requests from a reader thread, and steps the engine."""
+    """Steps the engine, with requests that a reader thread receives."""
 
     def __init__(self, link: socket.socket, engine: Any) -> None:
         self._link, self._engine = link, engine
@@ -51,7 +51,7 @@ class ServingLoop:
     def run(self) -> None:
         """Serve until the parent closes the connection."""
         while True:
-            # After the last answer the scheduler still has to process finished stores.
+            # The loop also steps without requests, because the scheduler must process finished stores.
             busy, missing = self._core.scheduler.has_requests(), 0
             while True:
                 try:
@@ -60,7 +60,8 @@ class ServingLoop:
                     break
                 if item is None:
                     return
-                # The same batch for every engine; otherwise throughput depends on arrival order.
+                # Wait for all requests of a batch, so that every engine has the same batches. Otherwise the throughput
+                # would depend on the order of arrival.
                 missing = (missing or item[1].get("together", 1)) - 1
                 self._take(*item)
                 busy = True
@@ -94,7 +95,7 @@ class ServingLoop:
             self._tell(name, {"error": f"{type(error).__name__}: {error}"})
 
     def _do(self, what: str) -> Any:
-        if what == "reset":  # vLLM's own cache, not the connector's
+        if what == "reset":  # empties vLLM's own cache, but not the connector's
             return bool(self._engine.reset_prefix_cache())
         raise ValueError(f"{what!r} is not known; known is reset")
 
@@ -135,7 +136,7 @@ def main() -> None:
     }
     link.sendall(wire.line({"ready": about}))
     ServingLoop(link, engine).run()
-    os._exit(0)  # its threads may wait forever
+    os._exit(0)  # without waiting for vLLM's threads, which may never end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM engines tuned to the machine: compiled, allocator and OpenMP preloaded, prefix cache on."""
+"""vLLM engines, tuned to the machine: with compiler, preloaded libraries and prefix cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SETTINGS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def environment() -> Environment:
-    """Return vLLM's environment. Raises Missing."""
+    """Return vLLM's environment. Raises EngineNotInstalled."""
     found = find("vllm")
     return replace(found, preloaded=preloads(found.python), settings=_SETTINGS)
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Common settings of a benchmark's engines.
+    """Settings that all vLLM engines of a benchmark have in common.
 
-    ``context`` is the longest prompt with its answer, ``kv_bytes`` the size of vLLM's own KV cache, ``eager`` disables
-    its compiler.
+    ``context`` is the maximum number of tokens in a prompt with its answer. ``kv_bytes`` is the size of vLLM's own KV
+    cache. ``eager`` disables vLLM's compiler.
     """
 
     environment: Environment
@@ -42,15 +42,15 @@ class EngineSettings:
         return self._engine(None, enable_prefix_caching=prefix_caching, **more)
 
     def connected(self, socket: Path, **more: Any) -> Engine:
-        """Create vLLM with our connector, on the daemon at ``socket``."""
+        """Create vLLM with our connector, which uses the daemon at ``socket``."""
         extra = {"socket": str(socket)}
         return self._engine(_transfer(CONNECTOR, extra, kv_connector_module_path=MODULE), **more)
 
     def example(self, storage: Path) -> Engine:
-        """Create vLLM with its example connector, which keeps files in a folder.
+        """Create vLLM with its example connector, which stores files in a folder.
 
-        It supports prompts that are computed in one step; of others it stores only the last part, and then loads too
-        little.
+        This connector supports only prompts that vLLM computes in one step. It stores only the last part of any other
+        prompt.
         """
         transfer = _transfer("ExampleConnector", {"shared_storage_path": str(storage)})
         return self._engine(transfer, max_num_batched_tokens=self.context)

@@ -1,7 +1,8 @@
-"""Child's end: lines of JSON over a Unix socket. Imports only the standard library.
+"""Child's end of the socket: lines of JSON over a Unix socket.
 
-A request is ``{"id", "tokens", "max_tokens", "salt"}`` or ``{"id", "do", …}``; an answer ``{"id", …}`` or ``{"id",
-"error"}``. The first line is ``{"ready": {…}}``, with the engine's description.
+The child first sends ``{"ready": {…}}`` with the engine's description. A request is ``{"id", "tokens", "max_tokens",
+"salt"}`` or ``{"id", "do", …}``. An answer is ``{"id", …}`` or ``{"id", "error"}``. The module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 
 class SequentialEngine(Protocol):
-    """Engine that answers one prompt at a time."""
+    """An engine that answers one prompt at a time."""
 
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]: ...
 
@@ -28,7 +29,7 @@ class SequentialEngine(Protocol):
 
 
 def connect() -> tuple[socket.socket, dict[str, Any]]:
-    """Return the socket to the parent and the options, both from the command line."""
+    """Connect to the parent; return the socket and the options. Both come from the command line."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(sys.argv[1])
     options: dict[str, Any] = json.loads(sys.argv[2])
@@ -42,7 +43,7 @@ def line(message: dict[str, Any]) -> bytes:
 def serve(link: socket.socket, about: dict[str, Any], engine: SequentialEngine) -> None:
     """Serve until the parent closes the connection.
 
-    Time to first token runs from the request's line to the token.
+    The times of an answer begin when the line of its request has been read.
     """
     link.sendall(line({"ready": about}))
     with link.makefile("rb") as asked:
@@ -62,5 +63,5 @@ def _answer(engine: SequentialEngine, request: dict[str, Any], began: float) -> 
             ids.append(int(token))
         ttft, total = first - began, time.perf_counter() - began
         return {"ids": ids, "ttft_ms": ttft * 1e3, "total_ms": total * 1e3, "cached": engine.cached}
-    except Exception as error:  # the parent handles the error
+    except Exception as error:  # the parent raises the error
         return {"error": f"{type(error).__name__}: {error}"}

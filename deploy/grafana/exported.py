@@ -15,7 +15,7 @@ from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.server import worker_metrics as worker
 
-# In addition to the fields of the daemon's statistics (cache_daemon/observability/prometheus_collector.py).
+# Metrics of the daemon that are no fields of its statistics (cache_daemon/observability/prometheus_collector.py).
 _EXTRA = {
     "durable_failing": "gauge",
     "remote_failing": "gauge",
@@ -28,10 +28,10 @@ _EXTRA = {
 _VLLM = {f"vllm:kvsidecar_{name}_total": "counter" for name in (*vllm.COUNTERS, "lookups")} | {
     f"vllm:kvsidecar_{vllm.ATTACHED}": "gauge"
 }
-# Reuse by engine (cache_daemon/observability/reuse_metrics.py).
+# The daemon's metrics of reuse by engine (cache_daemon/observability/reuse_metrics.py).
 _REUSE = {f"kvsidecar_engine_{name}_total": "counter" for name in (*reuse_metrics.COUNTERS, *reuse_metrics.MISSES)}
 _SUFFIXES = {"counter": "_total", "info": "_info"}
-# In addition to the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
+# Metrics of a worker that are no fields of its statistics (inference_svc/server/worker_metrics.py).
 _WORKER_EXTRA = {
     "misses_total": "counter",
     "miss_tokens_total": "counter",
@@ -42,7 +42,10 @@ _WORKER_EXTRA = {
 
 
 def exported() -> dict[str, str]:
-    """Return every scraped metric's name and type: gauge, counter or histogram (without ``_bucket``)."""
+    """Return the type of every scraped metric by its name: gauge, counter or histogram.
+
+    A histogram's name is without ``_bucket``.
+    """
     found = {f"kvsidecar_cache_{name}": "gauge" for name in GAUGES if name not in SECONDS}
     found |= {f"kvsidecar_cache_{name}_total": "counter" for name in COUNTERS}
     found |= {f"kvsidecar_cache_{name}": kind for name, kind in _EXTRA.items()}

@@ -1,7 +1,7 @@
 """Generator of the Grafana dashboard kvsidecar.json: python -m deploy.grafana.generate [--check].
 
-The panels are those of panels.py, and one for every other exported metric. With --check nothing is written, and the
-exit code is 1 for a stale file.
+The dashboard has the panels of panels.py, and one panel for every other exported metric. With --check, the command
+writes nothing, and its exit code is 1 if the file is stale.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from deploy.grafana.panels import ROWS, Panel, quantile, rate
 FILE = Path(__file__).with_name("kvsidecar.json")
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _ACROSS = 24, 8, 3
-# Every process of ours has one of the two.
+# Matches exactly one series of each of our processes and of each vLLM engine with our connector.
 _OURS = '__name__=~"kvsidecar_build_info|vllm:kvsidecar_attached"'
 _SELECTED, _NAMESPACE = 'job=~"$job",instance=~"$instance"', ',namespace=~"$namespace"'
 _BY_NAMESPACE = "kvsidecar_engine_"
 
 
 def metrics_in(expression: str) -> set[str]:
-    """Return the metrics of a query; histograms without ``_bucket``, ``_sum`` and ``_count``."""
+    """Return the names of the metrics in a query; histograms without ``_bucket``, ``_sum`` and ``_count``."""
     found = re.findall(r"\b(?:kvsidecar_|vllm:|gen_ai_server_)[a-z0-9_]+", expression)
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
 def selected(expression: str) -> str:
-    """Return a query for the jobs, instances and namespaces that the dashboard's variables select."""
+    """Restrict a query to the jobs, instances and namespaces that the dashboard's variables select."""
 
     def with_labels(found: re.Match[str]) -> str:
         labels = _SELECTED + (_NAMESPACE if found[1].startswith(_BY_NAMESPACE) else "")
@@ -41,7 +41,7 @@ def selected(expression: str) -> str:
 
 
 def rows() -> dict[str, tuple[Panel, ...]]:
-    """Return ``ROWS`` and a row for all other metrics. Raises ValueError for a query of an unknown metric."""
+    """Return ``ROWS`` and a row for all other metrics. Raises ValueError if a query has an unknown metric."""
     known = exported()
     shown = {name for row in ROWS.values() for panel in row for _, query in panel.queries for name in metrics_in(query)}
     if unknown := shown - known.keys():
@@ -87,7 +87,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def _variable(label: str, selector: str = "", metrics: str = _OURS) -> dict[str, Any]:
-    """Return a variable with the values that a label has in our metrics; all of them by default."""
+    """Return a dashboard variable whose choices are a label's values in our metrics; all are selected by default."""
     query = f"label_values({{{metrics}{selector}}}, {label})"
     return {
         "name": label,
@@ -132,14 +132,14 @@ def _graph(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
 
 
 def text_of(model: dict[str, Any]) -> str:
-    """Return JSON with one line per panel, for readable diffs."""
+    """Return the dashboard as JSON with one line per panel, so that diffs are readable."""
     lines = ",\n  ".join(json.dumps(panel) for panel in model["panels"])
     head = json.dumps({**model, "panels": []}, indent=1)
     return head.replace('"panels": []', f'"panels": [\n  {lines}\n ]') + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code: 1 if --check finds a stale file."""
+    """Write or check the dashboard. Return the exit code, which is 1 if --check finds a stale file."""
     text = text_of(dashboard())
     if "--check" not in arguments:
         FILE.write_text(text, encoding="utf-8")

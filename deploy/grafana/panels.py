@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """Graph panel. ``queries`` are (legend, query) pairs; ``unit`` is Grafana's unit name."""
+    """A graph panel. ``queries`` are (legend, query) pairs; ``unit`` is Grafana's name of the unit."""
 
     title: str
     unit: str
@@ -16,12 +16,12 @@ class Panel:
 
 
 def rate(metric: str, by: str = "") -> str:
-    """Return the query of a counter's rate, summed over all processes, or by a label."""
+    """Return the query of a counter's rate, summed over all processes or, with ``by``, for each value of a label."""
     return f"sum{f' by ({by})' if by else ''} (rate({metric}[$__rate_interval]))"
 
 
 def share(part: str, whole: str) -> str:
-    """Return the query of the ratio of two counters' rates; no value while the denominator is 0."""
+    """Return the query of the ratio of two counters' rates. The ratio has no value while the denominator is 0."""
     return f"{rate(part)} / ({rate(whole)} > 0)"
 
 
@@ -30,13 +30,13 @@ def quantile(q: float, histogram: str) -> str:
     return f"histogram_quantile({q}, sum by (le) (rate({histogram}_bucket[$__rate_interval])))"
 
 
-# Requests for answers; polls and probes have other paths.
+# Paths of requests for answers, without polls and probes.
 ANSWERS = 'path=~"/v1/(chat/completions|completions|responses|messages)"'
 PROMPT = "kvsidecar_cache_prompt_tokens_total"
 FIRST = "vllm:time_to_first_token_seconds"
 FIRST_OF_FLEET = "kvsidecar_gateway_ttft_seconds"
 
-# Gateways of our workers and vLLM export the same counters.
+# Our gateways and vLLM export the same counters.
 QUERIES = "vllm:prefix_cache_queries_total"
 POOL_HITS, CACHE_HITS = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 

@@ -1,1 +1,1 @@
-"""Prometheus alerts with tests, and the autoscaler's metric."""
+"""Prometheus alerts, their tests, and the autoscaler's metric."""

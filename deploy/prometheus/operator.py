@@ -1,6 +1,6 @@
 """Generator of the PrometheusRule resource: python -m deploy.prometheus.operator [--check].
 
-A PrometheusRule is a rule file with a header (https://prometheus-operator.dev/docs/api-reference/api/, PrometheusRule).
+A PrometheusRule (https://prometheus-operator.dev/docs/api-reference/api/) is a Prometheus rule file with a header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def text() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code: 1 if --check finds a stale file."""
+    """Write or check the resource. Return the exit code, which is 1 if --check finds a stale file."""
     if "--check" not in arguments:
         FILE.write_text(text(), encoding="utf-8")
         return 0

@@ -1,4 +1,4 @@
-"""Request handlers of the endpoints that generate: chats, completions, responses and messages."""
+"""Request handlers of the generating endpoints: chats, completions, responses and messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 @dataclass(frozen=True)
 class _AnswerJob:
-    """A parsed request, and the worker requests for its answers."""
+    """A parsed request, and one worker request for each of its answers."""
 
     answer_id: str
     model: str
@@ -57,7 +57,7 @@ class _AnswerJob:
 
 @dataclass(frozen=True)
 class AnswerServices:
-    """Objects of a gateway that its answers need."""
+    """Objects of a gateway that the answer handlers use."""
 
     keys: ApiKeys
     bodies: BodyReader
@@ -88,7 +88,7 @@ class AnswerHandlers:
         return await self._answer(request, asked)
 
     async def invoke(self, request: Request) -> Response:
-        """Answer a chat or a completion, whichever the body is, at the path of SageMaker's containers."""
+        """Answer at SageMaker's path: a body with ``messages`` is a chat, any other a completion."""
 
         def parse_job(raw: bytes, body: Any) -> _AnswerJob:
             is_chat = isinstance(body, dict) and "messages" in body
@@ -125,7 +125,8 @@ class AnswerHandlers:
         if parsed.background:
             self._kept.background.check_capacity(tenant)
         self._fingerprints.keep(tenant, parsed.cache_salt, writer.id, prints)
-        # Not the response's own id: anyone who reads it in the log could continue the conversation.
+        # The log gets the request's id: with the response's id, anyone who reads the log could continue the
+        # conversation.
         log_line().add(id=asked.request_id, model=writer.model, skipped_tools=",".join(parsed.skipped_tools))
         pieces = with_grammar_option("text.format", self._run(request, [asked], not parsed.stream, writer.id))
         if is_prewarm(parsed.prompt_cache_options):
@@ -201,17 +202,20 @@ class AnswerHandlers:
         if is_prewarm(parsed.prompt_cache_options):
             pieces = _without_answer(pieces)
         if parsed.stream:
-            # Await the first chunk here, so that a refused request gets its status code.
+            # Await the first chunk before the answer begins, so that a refused request gets its own status code.
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         found = await cancel_on_disconnect(request, writer.whole(pieces, len(requests)))
-        if requests[0].HasField("prompt_logprobs"):  # it may have megabytes
+        if requests[0].HasField("prompt_logprobs"):  # their JSON may have megabytes
             return await asyncio.to_thread(JSONResponse, found)
         return JSONResponse(found)
 
     def _compare_messages(
         self, request: Request, parsed: MessagesRequest, asked: pb.GenerateRequest
     ) -> PromptComparison | None:
-        """Compare a request that has ``diagnostics`` with the message that it names, and keep its fingerprint."""
+        """Compare a request with the earlier message that its ``diagnostics`` names, and keep its fingerprint.
+
+        Returns None for a request without ``diagnostics``.
+        """
         if not isinstance(parsed.diagnostics, dict):
             return None
         tenant, found = self._keys.tenant(request.scope), self._fingerprints.fingerprint(asked)
@@ -223,7 +227,7 @@ class AnswerHandlers:
     async def _run(
         self, request: Request, requests: list[pb.GenerateRequest], whole: bool, answer_id: str
     ) -> AsyncIterator[ChoiceChunk]:
-        """Run an answer's requests, and remember the answer for ``show_request``."""
+        """Run the worker requests of an answer, and record the answer for ``kvsidecar why``."""
         across = requested_explain(request.headers) == ACROSS_TENANTS
         for asked in requests:
             asked.explain_across_tenants = across

@@ -1,7 +1,8 @@
-"""Summary of an answer: the node's counts of a request, for the log of the gateway that forwarded it.
+"""Summary of an answer: fields of the node's log line, for the log of the fleet gateway.
 
-A gateway that sends the header ``X-KVSidecar-Summary`` gets the summary as a header of the same name, or at the end of
-a stream as a comment, which readers of events ignore. It has nothing that the answer itself does not show.
+A gateway that sends the header ``X-KVSidecar-Summary`` gets the summary back. A complete answer has the summary in a
+header of the same name; a stream ends with the summary as a comment, which readers of events ignore. The summary
+contains only values that the answer itself shows, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Fields = dict[str, str | int | float]
 
 
 def summary_of(fields: Mapping[str, str | int | float]) -> bytes:
-    """Return the summary of a log line's fields, as the value of the header."""
+    """Return the header's value: the fields of a log line that a summary has."""
     return json.dumps({name: fields[name] for name in (*_TEXTS, *_COUNTS) if name in fields}).encode()
 
 
@@ -29,7 +30,7 @@ def summary_comment(fields: Mapping[str, str | int | float]) -> bytes:
 
 
 def parse_summary(data: bytes) -> Fields:
-    """Return the fields of a summary; empty for anything else."""
+    """Return the fields of a summary; empty for text that is not a summary."""
     try:
         found = json.loads(data) if len(data) <= _MAX_BYTES else None
     except (ValueError, RecursionError):
@@ -44,7 +45,7 @@ def parse_summary(data: bytes) -> Fields:
 
 
 class SummaryFilter:
-    """Removes the summary from the bytes of a stream. ``fields`` has it after the last piece."""
+    """Removes the summary from a stream's bytes; ``fields`` has the summary after the stream's last piece."""
 
     def __init__(self) -> None:
         self.fields: Fields = {}
@@ -52,7 +53,7 @@ class SummaryFilter:
         self._at_line_start = True
 
     def feed(self, piece: bytes) -> bytes:
-        """Return the bytes to pass on."""
+        """Take a stream's next piece; return the bytes to forward to the client."""
         data, begins_line = self._held + piece, self._at_line_start
         at = 0 if begins_line and data.startswith(_COMMENT) else data.find(b"\n" + _COMMENT) + 1 or -1
         if at >= 0:  # nothing follows the summary
@@ -67,5 +68,5 @@ class SummaryFilter:
         return passed
 
     def rest(self) -> bytes:
-        """Return the bytes that were held back and are no summary."""
+        """Return the withheld bytes after the last piece, unless they are the summary."""
         return b"" if self.fields else self._held

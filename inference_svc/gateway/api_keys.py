@@ -1,4 +1,4 @@
-"""API keys: authenticates requests by key, else by the sending process's user."""
+"""API keys: authenticates requests by key, or without a key by the user of the sending process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from inference_svc.gateway.peer_uid import user_of
 from inference_svc.gateway.tenant_keys import TenantKey, load_tenants
 
 GUEST_HEADER = "x-kvsidecar-guest"
-"""The fleet gateway sends a guest's request with the gateway's key and this header."""
+"""Header that a fleet gateway adds to a guest's request.
+
+The fleet gateway sends all requests with its own key, which a node would take for an operator's.
+"""
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip"})
 
@@ -29,7 +32,8 @@ log = structlog.get_logger("gateway")
 class ApiKeys:
     """The gateway's API keys.
 
-    A guest may use the model, and sees the cache usage of the salts that it sends. An operator sees all tenants' usage.
+    A guest may use the model and see the cache usage of the salts in its requests. An operator sees the usage of all
+    tenants.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -43,7 +47,7 @@ class ApiKeys:
     def reload(self) -> bool:
         """Read the tenants file again, at SIGHUP.
 
-        For an unusable file, logs it, changes nothing and returns False.
+        If the file is unusable, the method logs the reason, keeps the current keys, and returns False.
         """
         if self._file is None:
             return True
@@ -57,7 +61,7 @@ class ApiKeys:
 
     @property
     def open(self) -> bool:
-        """Return whether requests need no key."""
+        """Return whether the gateway accepts requests without a key."""
         return not (self._api or self._tenants)
 
     @property
@@ -65,7 +69,7 @@ class ApiKeys:
         return bool(self._tenants)
 
     def is_authorized(self, scope: Scope) -> bool:
-        """Return whether an HTTP request has a valid key, or needs none."""
+        """Return whether an HTTP request has a valid key, or the gateway needs no key."""
         if self.open:
             return True
         given = _sent_key(Headers(scope=scope))
@@ -74,7 +78,9 @@ class ApiKeys:
         return self._tenant(given) is not None
 
     def salt(self, scope: Scope, asked: str) -> str:
-        """Return the salt that a request may use: the requested one, or a tenant's own.
+        """Return the salt for a request that asks for the salt ``asked``.
+
+        A tenant's key may use only the tenant's own salts. Every other caller, and an operator's key, gets ``asked``.
 
         Raises PermissionDenied, InvalidRequest.
         """
@@ -89,17 +95,17 @@ class ApiKeys:
     def tenant(self, scope: Scope) -> Hashable:
         """Return the owner of the conversations that a request may continue.
 
-        This is its tenant, or "" for all other callers.
+        The owner is the tenant of the request's key, "operator" for the operator key, and "" for all other callers.
         """
         given = _sent_key(Headers(scope=scope))
         return self._tenant(given) or ("operator" if _equal(given, self._operator) else "")
 
     def caller(self, scope: Scope) -> Hashable:
-        """Return the owner of a request's byte budget: its tenant, else its client address."""
+        """Return the owner of a request's byte budget: the tenant of its key, or else the client's address."""
         return self._tenant(_sent_key(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
 
     def pinning_client(self, scope: Scope) -> str:
-        """Return the name by which the daemon knows a client's share of the pins; empty for an operator."""
+        """Return the client name under which the daemon counts the caller's pins; empty for an operator."""
         if self.is_operator(scope):
             return ""
         found = self._tenant(_sent_key(Headers(scope=scope)))
@@ -110,7 +116,7 @@ class ApiKeys:
     def is_operator(self, scope: Scope) -> bool:
         """Return whether an operator sent a request.
 
-        May query the kernel, so it is for rare paths only.
+        The method may query the kernel, so only handlers of rare requests call it.
         """
         headers = Headers(scope=scope)
         if GUEST_HEADER in headers:
@@ -120,9 +126,9 @@ class ApiKeys:
         )
 
     def may_see_load(self, scope: Scope) -> bool:
-        """Return whether the sender may see the total load.
+        """Return whether the sender may see the load of all tenants together.
 
-        Operators may, and everyone on a gateway without keys.
+        Operators may see it. On a gateway without keys, every caller may.
         """
         return self._is_operator_key(_sent_key(Headers(scope=scope))) or not self._any
 
@@ -133,31 +139,31 @@ class ApiKeys:
         return tenant is not None and tenant.operator
 
     def _tenant(self, given: bytes) -> TenantKey | None:
-        """Return the tenant of a key. Compares with all keys, even after a match."""
+        """Return the tenant of a key, or None. Compares with all keys, so that the time reveals no match."""
         return find_by_token(self._tenants, given) if self._tenants else None
 
 
 def _sent_key(headers: Headers) -> bytes:
-    """Return the bearer token as it was sent, which may be any bytes; without one, Anthropic's ``x-api-key``."""
+    """Return the bearer token or, without one, the value of Anthropic's ``x-api-key``. It may be any bytes."""
     sent = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
     return sent.encode("latin-1")
 
 
 def _equal(given: bytes, key: str) -> bool:
-    """Compare with a configured key in constant time; an empty one never matches."""
+    """Compare with a configured key in constant time. An empty ``key`` matches nothing."""
     return bool(key) and hmac.compare_digest(given, key.encode())
 
 
 def _is_from_this_user(scope: Scope, headers: Headers) -> bool:
-    """Return whether this process's own user sent a request to a local name.
+    """Return whether a process of the gateway's own user sent the request to a local host name.
 
-    Excludes proxies (another user, or forwarding headers) and pages of other sites, also pages whose DNS name resolves
-    to this machine.
+    The check excludes proxies, by their user or their forwarding headers. It also excludes pages of other sites, even
+    if their DNS name resolves to this machine.
     """
     if any(name in _PROXY_HEADERS or name.startswith("x-forwarded-") for name in headers):
         return False
     host = headers.get("host", "").lower()
-    if headers.get("origin", f"//{host}").lower().partition("//")[2] != host:  # sent by another site's page
+    if headers.get("origin", f"//{host}").lower().partition("//")[2] != host:  # a page of another site sent it
         return False
     if (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in _LOCAL_HOSTS:
         return False

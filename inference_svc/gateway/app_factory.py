@@ -26,12 +26,12 @@ from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
 def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], drain_seconds: float) -> FastAPI:
-    """Create an application that maps errors to OpenAI's or Anthropic's format, and serves the liveness probe.
+    """Create an application with error responses and the liveness probe.
 
-    ``state.drain`` is its shutdown.
+    Errors have OpenAI's or Anthropic's format, by the request's path. ``state.drain`` is the application's ``Drain``.
     """
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False  # a redirect would lead to any host that the request names
+    app.router.redirect_slashes = False  # a redirect would go to whatever host the request's Host header names
 
     @app.exception_handler(KVSidecarError)
     async def failed(request: Request, error: KVSidecarError) -> JSONResponse:
@@ -61,7 +61,8 @@ def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
 def add_outer_middleware(app: FastAPI, origins: list[str]) -> None:
     """Add CORS for ``origins`` (https://fetch.spec.whatwg.org/#http-cors-protocol), and the request log.
 
-    Call it last: browsers send the preflight without a key, and the log must see every request.
+    Call this after all other middleware was added, so that these two run first. CORS must answer preflight requests,
+    which browsers send without a key; the log must record every request.
     """
     if origins:
         methods = ["GET", "POST", "DELETE"]

@@ -10,15 +10,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from inference_svc.gateway.unsupported_options import IGNORED, NEUTRAL
 
 FIRST_ERROR: Any = Field(fail_fast=True)
-"""Annotates a list: validation stops at its first wrong element; a million wrong elements would give as many errors."""
+"""Annotation of a list: validation stops at the first wrong element.
+
+Without it, a list with a million wrong elements would produce a million errors.
+"""
 
 
 class BodyModel(BaseModel):
-    """An object that refuses unknown members, and reports at most one of them.
+    """A JSON object that refuses unknown members. The error names one unknown member at most.
 
-    Subclasses annotate every list with ``FIRST_ERROR``, so that the schema and not the sender bounds the number of
-    errors. ``neutral_options`` and ``ignored_options`` are the API's options without a field here, as ``parse`` treats
-    them.
+    Subclasses annotate every list with ``FIRST_ERROR``: the schema then bounds the number of errors, whatever the
+    sender sends. ``parse`` accepts an option of ``neutral_options`` only with a neutral value, and an option of
+    ``ignored_options`` with any value; neither needs a field in the subclass.
     """
 
     model_config = ConfigDict(extra="forbid")

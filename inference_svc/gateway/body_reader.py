@@ -1,4 +1,4 @@
-"""Reads request bodies: enforces size limits, decodes large JSON off the event loop."""
+"""Reads request bodies: enforces size limits, and decodes large JSON in a thread."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from inference_svc.gateway.json_scanner import JsonScanner
 
 T = TypeVar("T")
 
-# Larger bodies are decoded in a thread; these take a few ms.
+# The event loop decodes a body up to these limits, which takes a few ms; a thread decodes larger bodies.
 INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
-# Maximal bodies of the largest size in flight, per caller and in all.
+# Maximum number of bodies in flight per caller and in total, if every body has the maximum size.
 _MAX_BODIES_PER_CALLER, _MAX_BODIES = 8, 32
 
 
 class BodyReader:
     """Reads and decodes request bodies. One instance per process, on its event loop.
 
-    Checks the limits on values and nesting on each part as it arrives, so the decoder's time and memory are bounded
-    before it starts. One thread decodes bodies beyond ``INLINE_BYTES``, one at a time for each caller in turn. That
-    thread shares the GIL with the event loop, so no single C call in it may take long: the limits of ``JsonScanner``
-    and of the body schemas bound such calls to about 30 ms.
+    The reader checks the limits on values and nesting while a body arrives. So the time and memory of the decoder are
+    bounded before it starts. One thread decodes the bodies above ``INLINE_BYTES``. Each caller has at most one body
+    in that thread or its queue, so the callers take turns. The thread shares the GIL with the event loop, and a C
+    call does not release it. The limits of ``JsonScanner`` and of the body schemas bound each C call to about 30 ms.
     """
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys) -> None:
@@ -46,8 +46,8 @@ class BodyReader:
     async def read(self, request: Request, use: Callable[[bytes, Any], T], in_thread: bool = False) -> T:
         """Return ``use(bytes, decoded body)``.
 
-        Runs in a thread for a large body, or with ``in_thread``. Raises InvalidRequest, also for a body that does not
-        arrive in time, Overloaded, and the exceptions of ``use``.
+        ``use`` runs in a thread for a large body, or with ``in_thread``. Raises Overloaded, the exceptions of ``use``,
+        and InvalidRequest for malformed JSON or a body that does not arrive in time.
         """
         with self._budget.share(self._keys.caller(request.scope)) as share:
             try:
@@ -63,10 +63,10 @@ class BodyReader:
                 return await work
 
     async def _receive(self, request: Request, share: BudgetShare) -> tuple[bytes, int]:
-        """Return the bytes and their number of JSON values. Raises InvalidRequest, Overloaded.
+        """Return the bytes and the number of their JSON values. Raises InvalidRequest, Overloaded.
 
-        A body beyond a limit is still received to its end and dropped, because a client that is sending when the
-        connection closes would not read the error.
+        If a body exceeds a limit of the budget or the scanner, the gateway receives and drops the rest of it before it
+        sends the error. If the connection closed while a client still sends, the client would not read the error.
         """
         size, parts, scanner = 0, list[bytes](), JsonScanner()
         refusal: KVSidecarError | None = None
@@ -103,7 +103,7 @@ def _refused(word: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Parse a number; refuse infinity, which JSON cannot represent when parts of the body are sent back."""
+    """Parse a number; refuse one that overflows to infinity, because answers repeat values and JSON has no infinity."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:40]} is too large")

@@ -12,7 +12,7 @@ from kvsidecar.errors import Overloaded
 
 @dataclass(eq=False)
 class _Account:
-    """One caller's bytes and requests in flight, and its lock for the decoder."""
+    """One caller's bytes and requests in flight, and the lock that limits the caller to one decoding body."""
 
     num_bytes: int = 0
     num_requests: int = 0
@@ -20,7 +20,7 @@ class _Account:
 
 
 class ByteBudget:
-    """Accounts of callers with requests in flight. For one event loop."""
+    """Accounts of the callers that have requests in flight. Runs on the event loop."""
 
     def __init__(self, max_bytes: int, max_bytes_per_caller: int) -> None:
         self._max_bytes, self._max_per_caller = max_bytes, max_bytes_per_caller
@@ -29,7 +29,7 @@ class ByteBudget:
 
     @contextmanager
     def share(self, caller: Hashable) -> Iterator[BudgetShare]:
-        """Open the share of one request; the block's end releases its bytes."""
+        """Open the share of one request; the end of the ``with`` block releases its bytes."""
         account = self._accounts.setdefault(caller, _Account())
         account.num_requests += 1
         share = BudgetShare(self, account)
@@ -43,7 +43,7 @@ class ByteBudget:
                 del self._accounts[caller]
 
     def check(self, account: _Account) -> None:
-        """Raise Overloaded when the account, or all accounts together, exceed the limit."""
+        """Raise Overloaded if the account exceeds its limit, or all accounts together exceed the total limit."""
         if account.num_bytes > self._max_per_caller:
             raise Overloaded(
                 f"your requests have {account.num_bytes} bytes of bodies on their way; at most {self._max_per_caller} "
@@ -59,7 +59,7 @@ class ByteBudget:
 class BudgetShare:
     """The bytes of one request's body.
 
-    The decoder thread decodes under ``decode_lock``: one body at a time for each caller.
+    ``BodyReader`` decodes a large body under ``decode_lock``, so the thread has one body at a time from each caller.
     """
 
     def __init__(self, budget: ByteBudget, account: _Account) -> None:

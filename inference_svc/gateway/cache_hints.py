@@ -1,4 +1,4 @@
-"""Fields of request bodies with hints for the cache, and the end of sessions."""
+"""Cache hints in request bodies, and the release of a session's chunks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ CacheSession = Annotated[str, Field(max_length=128)]
 
 
 class CacheBreakpoint(BodyModel):
-    """End of a prefix of the prompt that is retained."""
+    """The end of a prefix of the prompt; eviction spares the chunks of this prefix for some time."""
 
     messages: _Count = None
-    """End as a number of leading messages."""
+    """The number of messages in the prefix."""
     tokens: _Count = None
-    """End as a number of leading tokens."""
+    """The number of tokens in the prefix."""
     retain_seconds: _Seconds
 
     def to_grpc(self) -> pb.CacheBreakpoint:
-        """Convert the breakpoint. Raises InvalidRequest without an end, or with two."""
+        """Convert the breakpoint. Raises InvalidRequest unless exactly one of ``messages`` and ``tokens`` is set."""
         if (self.messages is None) == (self.tokens is None):
             raise InvalidRequest(
                 "a breakpoint of cache_breakpoints needs messages or tokens, and not both", param="cache_breakpoints"
@@ -43,21 +43,24 @@ class CacheFields(BodyModel):
     """Hints of a request about the chunks that it uses and stores."""
 
     cache_salt: str = ""
-    """Separates tenants: requests with different salts never share cached text."""
+    """Salt of the tenant: requests with different salts never share chunks."""
     cache_ttl_seconds: _Seconds | None = None
-    """TTL of the chunks that the request uses and stores; without it they do not expire."""
+    """TTL of the chunks that the request uses and stores. Without this field, the chunks do not expire."""
     cache_retain_seconds: _Seconds | None = None
-    """Shortest time for which eviction spares these chunks, as far as the tenant's quota allows."""
+    """Retention: the time for which eviction spares these chunks, as far as the tenant's quota allows."""
     cache_breakpoints: Annotated[list[CacheBreakpoint], FIRST_ERROR] = Field(
         default_factory=list, max_length=MAX_BREAKPOINTS
     )
-    """The same for beginnings of the prompt, such as its system message or documents."""
+    """Retention for prefixes of the prompt, such as its system message or documents."""
     cache_session: CacheSession = ""
-    """Session (agent, conversation) of the request; POST /kvsidecar/v1/release removes what it alone used."""
+    """Session of the request, such as an agent or a conversation.
+
+    POST /kvsidecar/v1/release removes the chunks that only this session used.
+    """
     cache_priority: Literal["low", "normal"] = "normal"
-    """``low``: the chunks are evicted before others of the tenant."""
+    """With ``low``, the daemon evicts these chunks before the tenant's other chunks."""
     kv_hints: Any = None
-    """The envelope of vLLM and SGLang; its actions kv.fetch and kv.retain have an effect."""
+    """KV hint envelope, as in vLLM and SGLang; only its actions kv.fetch and kv.retain have an effect."""
 
     def cache_options(self) -> pb.CacheOptions:
         """Convert the hints. Raises InvalidRequest."""
@@ -80,7 +83,7 @@ class CacheFields(BodyModel):
 
 
 class ReleaseBody(BodyModel):
-    """Body of a release: the session that has ended."""
+    """Body of a release request, which names the session that has ended."""
 
     model: str = ""
     cache_salt: str = ""
@@ -93,6 +96,6 @@ class ReleaseBody(BodyModel):
 
 
 async def release_session(worker: Worker, request: pb.ReleaseSessionRequest) -> dict[str, Any]:
-    """Remove the chunks that a session alone used. Raises KVSidecarError."""
+    """Remove the chunks that only this session used. Raises KVSidecarError."""
     found = await worker.call("ReleaseSession", request)
     return {"released_chunks": found.released_chunks}

@@ -1,6 +1,6 @@
 """Chat message schemas in OpenAI's format.
 
-They accept all fields of an answer that the SDK sends back.
+The schemas accept every field of an answer, because OpenAI's SDK sends earlier answers back.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _MAX_MESSAGES = 4096
 # Lifetimes of Anthropic's ``cache_control``.
 EPHEMERAL_SECONDS, DEFAULT_EPHEMERAL_SECONDS = {"5m": 300, "1h": 3600}, 300
 
-# The kinds of parts that are text, in chats and in responses.
+# Types of text parts in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
 _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_LONGEST_NAME = 64  # a longer name is no typing error
+_LONGEST_NAME = 64  # a longer name is not compared with the known names
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(BodyModel):
-    """A text part of a message, and the cache breakpoint that it may end with, in Anthropic's or OpenAI's format."""
+    """A text part of a message. A cache breakpoint in Anthropic's or OpenAI's format may mark its end."""
 
     type: Literal["text"]
     text: str
@@ -37,7 +37,7 @@ class TextPart(BodyModel):
     prompt_cache_breakpoint: Any = None
 
     def breakpoints(self) -> list[int | None]:
-        """Return the retention of the part's breakpoints in seconds; None for the request's."""
+        """Return the retention of each breakpoint of the part in seconds; None means the request's own retention."""
         found: list[int | None] = []
         if isinstance(self.cache_control, dict):
             found.append(EPHEMERAL_SECONDS.get(str(self.cache_control.get("ttl")), DEFAULT_EPHEMERAL_SECONDS))
@@ -47,7 +47,7 @@ class TextPart(BodyModel):
 
 
 class CalledFunction(BodyModel):
-    """The function and arguments of a call. ``parsed_arguments`` is added by the SDK."""
+    """The function and arguments of a call. OpenAI's SDK adds ``parsed_arguments``, which has no effect."""
 
     name: str
     arguments: str
@@ -55,7 +55,7 @@ class CalledFunction(BodyModel):
 
 
 class ToolCall(BodyModel):
-    """A tool call in an assistant's message; streamed calls have an ``index``."""
+    """A tool call in an assistant's message. Calls from a streamed answer have an ``index``."""
 
     id: str
     type: Literal["function"] = "function"
@@ -75,12 +75,13 @@ def _no_typing_error(role: str) -> str:
 class Message(BodyModel):
     """A chat message.
 
-    ``refusal`` and ``annotations`` of an answer are not part of the prompt; templates decide about its reasoning.
-    Members that no API has, which some clients add for themselves, are left out, with a note in the log.
+    The prompt leaves out ``refusal`` and ``annotations`` of an earlier answer; the chat template decides whether it
+    contains the answer's reasoning. Some clients add members that no API has. These members are dropped, with a note
+    in the log.
     """
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_typing_error)]
-    """Roles that OpenAI does not have are left to the chat template."""
+    """The chat template decides whether it accepts a role that OpenAI does not have."""
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
@@ -89,7 +90,7 @@ class Message(BodyModel):
     annotations: Annotated[list[Any], FIRST_ERROR] | None = None
     audio: None = None
     function_call: CalledFunction | None = None
-    """A call in OpenAI's first format, which a message of the role ``function`` answers."""
+    """A call in OpenAI's oldest format; a message of the role ``function`` has its result."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
@@ -101,7 +102,7 @@ class Message(BodyModel):
             return value
         left_out = next(str(name) for name in value if name not in cls.model_fields)
         if did_you_mean(left_out[:_LONGEST_NAME], cls.model_fields):
-            return value  # a typing error, which is refused
+            return value  # probably a misspelled name, which pydantic then refuses
         log_line().add(ignored_field=f"messages.{left_out if _FIELD_NAME.fullmatch(left_out) else 'other'}")
         return {name: value[name] for name in cls.model_fields if name in value}
 
@@ -110,7 +111,7 @@ class Message(BodyModel):
         return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
 
     def to_grpc(self, place: int) -> pb.ChatMessage:
-        """Convert the message at index ``place``. Raises InvalidRequest for an empty message."""
+        """Convert the message; ``place`` is its index. Raises InvalidRequest for a message without content."""
         if self.content is None and not self.tool_calls and self.role != "assistant":
             raise InvalidRequest(f"messages.{place}.content is missing", param=f"messages.{place}.content")
         calls, call_id = list(self.tool_calls or ()), self.tool_call_id or ""
@@ -129,7 +130,7 @@ class Message(BodyModel):
 
 
 def _legacy_id(name: str) -> str:
-    """Return an id for a ``function_call``, which has none."""
+    """Derive an id for a ``function_call``, which has none, from the function's name."""
     return f"call_{name}"
 
 
@@ -140,9 +141,9 @@ def check_count(name: str, messages: list[Any]) -> None:
 
 
 def _checked(messages: Any, info: ValidationInfo) -> Any:
-    """Check only the number of messages and the kinds of their parts.
+    """Check only the number of messages and the types of their parts.
 
-    Raises InvalidRequest for too many, UnsupportedOption for a part that is not text, such as an image.
+    Raises InvalidRequest for too many messages, and UnsupportedOption for a part that is not text, such as an image.
     """
     if not isinstance(messages, list):
         return messages
@@ -160,7 +161,7 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
 
 
 TextAlone = BeforeValidator(_checked)
-"""Annotates a list of messages: an image gives one sentence, instead of errors about it as a text."""
+"""Annotation of a list of messages: an image causes one clear error instead of many errors about a text part."""
 Messages = Annotated[list[Message], FIRST_ERROR, TextAlone]
 
 

@@ -17,7 +17,7 @@ class ClientDisconnected(Exception):
 
 
 async def _nothing(_: object) -> None:
-    """Close nothing."""
+    """Do nothing: most results need no close."""
 
 
 async def cancel_on_disconnect(
@@ -25,8 +25,8 @@ async def cancel_on_disconnect(
 ) -> T:
     """Return the result of ``work``, or cancel it when the client disconnects.
 
-    Raises ClientDisconnected. Starlette does not notify handlers of disconnects. A result that completes at the same
-    moment is closed.
+    Polls for the disconnect, because Starlette does not notify handlers of it. ``close`` closes a result that arrives
+    at the moment of the disconnect. Raises ClientDisconnected.
     """
     task = asyncio.create_task(work)
     try:

@@ -1,7 +1,7 @@
 """Client connections: strict HTTP/1.1, with deadlines for receiving and sending.
 
-uvicorn only bounds the idle time before a request's first byte. A client that never sends its first request, sends a
-head byte by byte, or never reads its answer would keep a file descriptor forever.
+uvicorn alone bounds only the idle time between two requests of a connection. A client that never sends its first
+request, sends a head byte by byte, or never reads its answer would keep a file descriptor forever.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RESERVED = "reserved"
-"""Key in a request's state: its connection belongs to the reserve for health checks."""
-# Connections of the reserve, and file descriptors for everything else that the process opens.
+"""Key in the state of a request whose connection belongs to the reserve for health checks."""
+# The number of connections in the reserve, and of file descriptors for everything that is not a client connection.
 _RESERVE, _OTHERS = 32, 64
 _RESERVED_SECONDS = 5.0
 # No browser and no known library sends this many requests without waiting for an answer.
@@ -36,8 +36,8 @@ log = structlog.get_logger("gateway")
 class ConnectionLimits:
     """Limits of one gateway's connections.
 
-    ``refused`` counts connections closed because of a limit, by the limit's name; each name is logged at most once a
-    second.
+    ``refused`` counts the connections that were closed because of a limit, by the limit's name. The log has at most one
+    line per second for each name.
     """
 
     receive_seconds: float
@@ -56,16 +56,19 @@ class ConnectionLimits:
 
 
 def max_connections(descriptors_each: int) -> int:
-    """Return the connections that the descriptor limit allows beside the reserve."""
+    """Return how many connections the process's descriptor limit allows, the reserve not counted.
+
+    Each connection takes ``descriptors_each`` file descriptors.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (soft - _RESERVE - _OTHERS) // descriptors_each)
 
 
 class _StrictConnection(h11.Connection):
-    """h11's parser that refuses two forms of request smuggling (RFC 9112).
+    """h11's parser, which also refuses two forms of request smuggling (RFC 9112).
 
-    These are bare LF line ends, and Content-Length with a transfer coding. A proxy in front may parse either
-    differently, and read one request as two.
+    The two forms are bare LF line ends, and Content-Length with a transfer coding. A proxy in front of the gateway may
+    parse them differently, and take one request for two.
     """
 
     def next_event(self) -> Any:
@@ -105,9 +108,9 @@ class _CountingTransport:
 class _Bounded(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with ``limits``.
 
-    While no request is being answered, a complete head must arrive within ``receive_seconds``. While bytes wait for the
-    client, it must read ``_PROGRESS_BYTES`` of them, or all, in every ``send_seconds``. The second deadline applies
-    until the connection ends, also after a close that still has bytes to send.
+    While the gateway answers no request, a complete head must arrive within ``receive_seconds``. While bytes wait for
+    the client, the client must read ``_PROGRESS_BYTES`` of them, or all of them, in every ``send_seconds``. The second
+    deadline applies until the last byte is sent, even after the server has closed the connection.
     """
 
     limits: ClassVar[ConnectionLimits]
@@ -168,7 +171,7 @@ class _Bounded(H11Protocol):
         return min(_RESERVED_SECONDS, self.limits.receive_seconds) if self._reserved else self.limits.receive_seconds
 
     def _look(self) -> None:
-        """Run the receive deadline exactly while no request is being answered."""
+        """Start the receive deadline while no request is being answered; stop it during an answer."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._due is None and not self.transport.is_closing():
@@ -180,9 +183,9 @@ class _Bounded(H11Protocol):
             self._due = None
 
     def _check_progress(self, since: float, sent_then: int, pending_then: int) -> None:
-        """Abort a connection whose client has read too little since ``since``.
+        """Abort the connection if its client has read too little since ``since``; otherwise schedule the next check.
 
-        Otherwise checks again later.
+        ``since`` is loop time. ``sent_then`` and ``pending_then`` are the sent and pending bytes at that time.
         """
         now, pending = self.loop.time(), self._watched.pending
         sent = self._watched.num_written - pending
@@ -195,11 +198,11 @@ class _Bounded(H11Protocol):
         self._sending = self.loop.call_later(wait, self._check_progress, since, sent_then, pending_then)
 
     def _end(self, limit: str) -> None:
-        """Close at once and discard pending bytes."""
+        """Abort the connection and discard its pending bytes."""
         self.limits.refuse(limit, self._watched.pending)
         self.transport.abort()
 
 
 def bounded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """Return a protocol class with ``limits`` that counts its own connections."""
+    """Return a protocol class for one server: it has these limits and counts the server's connections."""
     return type("Bounded", (_Bounded,), {"limits": limits})

@@ -1,4 +1,4 @@
-"""Graceful shutdown: readiness fails first, running requests finish, and late ones are cut with an error."""
+"""Graceful shutdown: readiness fails, then running requests finish or are cut off with an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference_svc.gateway.health_routes import HEALTH, HEALTH_PATHS, PING, READ
 from inference_svc.gateway.request_log import log_line
 
 _READINESS = frozenset({READYZ, HEALTH, PING, SERVING_PATH})
-# Requests that do not keep a draining process alive.
+# A draining process does not wait for these requests.
 _PROBES = _READINESS | HEALTH_PATHS | {"/metrics"}
 
 
@@ -24,7 +24,7 @@ class Drain:
     """State of a shutdown, and the requests that it waits for. Runs on the event loop."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds`` is the time that running requests have once the shutdown has begun."""
+        """Create the state; after the shutdown begins, running requests have ``seconds`` to finish."""
         self.seconds = seconds
         self.has_begun = False
         self._running: set[asyncio.Task[Any]] = set()
@@ -36,7 +36,7 @@ class Drain:
         return len(self._running)
 
     def enter(self, task: asyncio.Task[Any]) -> None:
-        """Record a request's task."""
+        """Record the task of a running request."""
         self._running.add(task)
         self._idle.clear()
 
@@ -55,14 +55,14 @@ class Drain:
         """Wait until no request runs, for at most ``seconds``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._running:  # another may have begun since the last one ended
+                while self._running:  # a new request may have begun since the event was set
                     await self._idle.wait()
 
 
 class DrainMiddleware:
-    """Counts running requests, fails readiness during a shutdown, and ends the answers that are cut.
+    """Counts running requests, fails readiness during a shutdown, and ends cut-off answers with an error.
 
-    Plain ASGI, inside of ``RequestGuard``, which counts aborted streams.
+    Plain ASGI middleware. It is inside ``RequestGuard``, so that the guard counts the cut-off streams as aborted.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
@@ -107,5 +107,5 @@ async def _end_with_error(scope: Scope, receive: Receive, send: Send, started: b
         await error_response_for(scope, error)(scope, receive, send)
         return
     log_line().abort(error.reason)
-    # The last event may be incomplete: a blank line ends it.
+    # The stream may stop in the middle of an event: the blank line ends that event.
     await send({"type": "http.response.body", "body": b"\n\n" + error_event_for(scope, error), "more_body": False})

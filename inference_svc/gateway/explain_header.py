@@ -1,4 +1,4 @@
-"""Header that asks for the reason of a miss, and the header that answers."""
+"""Request header that asks for a miss reason, and response header that has the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VALUES = {"": "", "false": "", "true": "true", ACROSS_TENANTS: ACROSS_TENANTS}
 
 
 def requested_explain(headers: Headers) -> str:
-    """Return "true" or ``ACROSS_TENANTS`` if the header asks for a reason, else "". Raises InvalidRequest."""
+    """Return "true" or ``ACROSS_TENANTS`` if the header asks for a miss reason, else "". Raises InvalidRequest."""
     given = headers.get(EXPLAIN_HEADER, "").strip().lower()
     if given not in _VALUES:
         raise InvalidRequest(
@@ -23,5 +23,5 @@ def requested_explain(headers: Headers) -> str:
 
 
 def miss_text(miss: pb.MissReason) -> str:
-    """Return a reason as a header's value."""
+    """Return a miss reason as the response header's value."""
     return f"{miss.kind}; position={miss.position}; computed={miss.computed_tokens}"

@@ -1,4 +1,4 @@
-"""A node's paths that fleet gateways use: serving status, cached-prefix length, warming."""
+"""Paths of a node that fleet gateways call: serving status, cached-prefix length, warm-up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from inference_svc.gateway.worker_router import Worker, WorkerRouter
 SERVING_PATH, CACHED_PREFIX_PATH, WARM_PATH = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
 PIN_PATH, UNPIN_PATH, REQUEST_PATH = "/kvsidecar/v1/pin", "/kvsidecar/v1/unpin", "/kvsidecar/v1/requests"
 INVOCATIONS_PATH = "/invocations"
-"""SageMaker's path of chats and completions."""
+"""Path at which SageMaker sends chats and completions."""
 _TIMEOUT_SECONDS = 2.0
 MAX_WARM_SECONDS = 86400.0
 
 
 class PromptBody(CacheFields):
-    """A text or conversation to prefill, and the deadline for that."""
+    """A text or conversation to prefill, and the deadline of the prefill."""
 
     model: str = ""
     prompt: str | None = None
@@ -48,7 +48,7 @@ class WarmBody(PromptBody):
     """Body of a warm request."""
 
     prefetch: bool = False
-    """Load stored chunks into memory, and compute nothing."""
+    """Only load stored chunks into the arena; compute no missing tokens."""
 
     def to_grpc(self) -> pb.WarmRequest:
         request = super().to_grpc()
@@ -57,23 +57,23 @@ class WarmBody(PromptBody):
 
 
 def serving_status(models: list[dict[str, Any]], router: WorkerRouter, starting: bool) -> dict[str, Any]:
-    """Return the served models and the number of workers.
+    """Return the served models, the number of live workers, and ``starting``.
 
-    Without workers, returns whether one is starting.
+    ``starting`` is true if no worker is alive and one is starting.
     """
     alive = [worker for worker in router.workers if worker.alive]
     return {"models": models, "workers": len(alive), "starting": starting and not alive}
 
 
 def num_requests(router: WorkerRouter) -> int:
-    """Return the number of requests at the workers."""
+    """Return the number of requests that the workers are processing."""
     return sum(worker.in_flight for worker in router.workers)
 
 
 async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
-    """Return a prompt's tokens, and the length of its cached prefix.
+    """Return the number of tokens in a prompt and in its cached prefix.
 
-    Takes no lease and does not count as a use. Raises KVSidecarError.
+    The query takes no lease, and the eviction policy does not count it as a use. Raises KVSidecarError.
     """
     try:
         tokens = prompt.token_ids.ids
@@ -90,9 +90,9 @@ async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prom
 
 
 async def warm_prompt(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
-    """Prefill a prompt into the cache. Raises KVSidecarError.
+    """Prefill a prompt and store it in the cache.
 
-    Raises DeadlineExceeded after ``within_seconds``.
+    Raises KVSidecarError; after ``within_seconds``, this is DeadlineExceeded.
     """
     worker.in_flight += 1
     try:

@@ -1,4 +1,4 @@
-"""The gateway's settings: flags over ``KVSIDECAR_GATEWAY_*`` over file over defaults."""
+"""Settings of the gateway; flags override ``KVSIDECAR_GATEWAY_*``, then the file, then defaults."""
 
 from __future__ import annotations
 
@@ -31,72 +31,75 @@ class GatewayConfig(BaseSettings):
     workers: str = Field(default_factory=lambda: str(default_runtime_dir() / "worker-0.sock"))
     """Sockets or host:port of the workers, separated by commas."""
     nodes: str = ""
-    """Gateways of nodes, instead of workers: http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all
-    addresses of a name, separated by commas. Each request goes to the node with the longest cached prefix."""
+    """Gateways of a fleet's nodes, separated by commas; they replace --workers. http://HOST:PORT or https://HOST:PORT
+    is one node; dns+http://NAME:PORT is a node for each address of the name. Each request goes to the node with the
+    longest cached prefix."""
     node_key: SecretStr = SecretStr("")
     """API key of the nodes. Prefer the environment variable over the flag."""
     node_ca: Path | None = None
-    """PEM file of the authority that signs the certificates of https nodes; default: the system's authorities."""
+    """PEM file of the authority that signs the certificates of https nodes. Default: the system's authorities."""
     node_cert: Path | None = None
-    """PEM file of this gateway's client certificate for nodes."""
+    """PEM file of the client certificate that this gateway presents to nodes."""
     node_cert_key: Path | None = Field(default=None, validate_default=True)
     """PEM file of the client certificate's key."""
     node_seconds: float = Field(default=2.0, gt=0, le=60)
-    """Timeout of a health poll. A node that misses it gets no requests until it answers; after the third miss its
-    waiting requests go to other nodes."""
+    """Timeout of a health poll. A node that does not answer in time gets no requests until it answers. After the third
+    timeout, the requests that wait for the node go to other nodes."""
     tls_cert: Path | None = None
-    """PEM file of the certificate to listen with; plain HTTP when left out."""
+    """PEM file of the server's certificate. Without it, the gateway serves plain HTTP."""
     tls_key: Path | None = Field(default=None, validate_default=True)
     """PEM file of the certificate's key."""
     tls_client_ca: Path | None = None
-    """PEM file of an authority: clients, also probes, need a certificate signed by it."""
+    """PEM file of an authority. With it, all clients, including probes, need a certificate that it has signed."""
     api_key: SecretStr = SecretStr("")
-    """Bearer token that clients must send; empty for none. Prefer the environment variable over the flag."""
+    """Bearer token that clients must send; if empty, they need none. Prefer the environment variable over the flag."""
     tenants: Path | None = None
-    """The daemon's tenants file: its tokens are API keys, each for its tenant's salts only. Reloaded at SIGHUP."""
+    """The daemon's tenants file. Its tokens are API keys, each of which may use only its tenant's salts. SIGHUP reloads
+    the file."""
     operator_key: SecretStr = SecretStr("")
-    """Operator's bearer token, which also shows the usage of all tenants. Operators behind a proxy need one."""
+    """Bearer token of operators, who also see the usage of all tenants. Operators behind a proxy need this token."""
     local_operator: bool = True
-    """Treat requests of this process's own user as an operator's, without keys and on a loopback address."""
+    """Treat requests of this process's own user as an operator's; only without keys and on a loopback address."""
     page: bool = True
     """Serve the web page at /."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
-    """Private socket of the cache daemon, for the page's cache status; none to leave that out."""
+    """Private socket of the cache daemon, for the cache status on the web page; none leaves the status out."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
-    """max_tokens of chat answers and responses that name none; 0 for the rest of the context."""
+    """max_tokens for chats and responses that set none; 0 means the rest of the context."""
     alias: str = ""
-    """Further names of served models: NAME=MODEL, separated by commas. Answers carry the requested name."""
+    """Additional names of served models: NAME=MODEL, separated by commas. Answers contain the requested name."""
     claude_names: bool = False
-    """Answer requests for any model whose name begins with claude- with the served model, for Anthropic's clients."""
+    """Use the served model for all model names that begin with claude-, for Anthropic's clients."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """Maximum size of a request body."""
     receive_seconds: float = Field(default=60.0, gt=0)
-    """Deadline for receiving a request's head, and then its body; then the connection is closed."""
+    """Deadline for receiving the head of a request, and again for its body. After it, the connection is closed."""
     send_seconds: float = Field(default=60.0, gt=0)
-    """A client must read 64 KiB of its pending bytes, or all of them, in every period of this length; else the
+    """In every period of this length, a client must read 64 KiB of its pending bytes, or all of them. Otherwise the
     connection is closed."""
     allow_origins: str = ""
-    """Origins whose pages may use the API from a browser, such as https://chat.example.com, separated by commas; * for
-    all. Without it, only this server's own page may, and without keys pages of other origins are not served at all."""
+    """Origins whose pages may use the API from a browser, such as https://chat.example.com, separated by commas; *
+    allows all. Without this setting, only the server's own page may use the API. A gateway without keys then also
+    refuses all requests of other pages."""
     allow_hosts: str = ""
-    """Without keys: Host names that are allowed beside localhost, addresses and --host, such as models.example.com,
-    separated by commas; * for all, which admits pages of any site whose DNS name points here."""
+    """Host names that a gateway without keys accepts in addition to localhost, IP addresses and --host, such as
+    models.example.com, separated by commas. * accepts all, also those of other sites whose DNS name points here."""
     request_seconds: float = Field(default=600.0, gt=0)
     """Deadline of a request."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
-    them at once."""
+    """Time that running answers have to finish after SIGTERM; then they end with an error. A second signal ends them at
+    once."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
-    """Maximum wait of a request for a worker's restart when none is up. It does not wait for the first load of a
-    model."""
+    """Maximum time for which a request waits for the restart of a worker when none is up. A request does not wait for
+    the first load of a model."""
     worker_start_seconds: float = Field(default=600.0, ge=0)
-    """How long a request waits while the supervisor of kvsidecar serve reports that it is restarting a worker; with
-    --nodes, while no node is up and some node reports that it is starting a worker."""
+    """Maximum time for which a request waits while the supervisor of kvsidecar serve reports that it is restarting a
+    worker. With --nodes, a request waits while no node is up and a node reports that it is starting a worker."""
     supervisor_dir: Path | None = None
-    """kvsidecar serve sets it for its gateway: the runtime folder of the node."""
+    """The runtime folder of the node. kvsidecar serve sets it for its gateway."""
     otlp_endpoint: str = ""
-    """OpenTelemetry collector (OTLP over gRPC) for spans, such as http://localhost:4317. When empty, the standard
-    variables OTEL_EXPORTER_OTLP_... apply; off without those. Needs kvsidecar[otel]."""
+    """OpenTelemetry collector (OTLP over gRPC) for spans, such as http://localhost:4317. If empty, the standard
+    variables OTEL_EXPORTER_OTLP_... apply; without them, tracing is off. Needs kvsidecar[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum severity of log messages."""
 
@@ -128,7 +131,8 @@ class GatewayConfig(BaseSettings):
     def _url(cls, value: str) -> str:
         return validate_endpoint(value)
 
-    # Combinations are checked at their last field: an error of the whole model would print all values, keys included.
+    # A combination of settings is checked at its last field. A validator of the whole model would print all values in
+    # its error, including keys.
 
     @field_validator("nodes")
     @classmethod
@@ -177,15 +181,15 @@ class GatewayConfig(BaseSettings):
 
     @property
     def node_addresses(self) -> list[NodeAddress]:
-        """Addresses of the nodes; empty for the gateway of one node."""
+        """Addresses of the fleet's nodes; empty for the gateway of a single node."""
         return parse_node_addresses(self.nodes) if self.nodes else []
 
     @property
     def for_this_machine(self) -> bool:
-        """Return whether it listens on a loopback address."""
+        """Return whether the gateway listens on a loopback address."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name
+        except ValueError:  # a host name
             return False
 
     @property

@@ -1,8 +1,9 @@
-"""Prometheus metrics of a node's gateway, with vLLM's names where the meaning is equal.
+"""Prometheus metrics of a node's gateway, under vLLM's names where the meaning is equal.
 
-So dashboards, autoscalers and routers for vLLM work with a node. vLLM's "engine" is a worker here; ``prefix_cache``
-counts hits in a worker's own pool, ``external_prefix_cache`` those in the cache daemon. Histograms cover the answers of
-this gateway, counters all work of its workers; workers and daemon have further metrics.
+Dashboards, autoscalers and routers for vLLM therefore work with a node. The label "engine" names a worker.
+``prefix_cache`` counts hits in a worker's own pool; ``external_prefix_cache`` counts hits in the cache daemon.
+Histograms cover the answers of this gateway, and counters cover all work of its workers. Workers and daemon have their
+own metrics, too.
 https://docs.vllm.ai/en/latest/usage/metrics/
 """
 
@@ -36,7 +37,7 @@ _LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
-# Those of OpenTelemetry's conventions for GenAI.
+# Buckets of OpenTelemetry's conventions for GenAI.
 _GEN_AI_DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _Reading = Callable[[pb.GetStatsResponse], float]
@@ -157,11 +158,11 @@ class AnswerTimer:
 
     @property
     def started(self) -> bool:
-        """Return whether the first part has arrived."""
+        """Return whether the answer's first message has arrived."""
         return self.last > 0
 
     def add(self, model: str, part: pb.GenerateStreamResponse) -> None:
-        """Record the next part, from a worker with this model."""
+        """Record the next message of the answer; ``model`` is the worker's."""
         m, now = self.metrics, time.perf_counter()
         if not self.started:
             self.first = now
@@ -185,7 +186,7 @@ class AnswerTimer:
 
 
 class _WorkerCollector:
-    """Collector of the workers' last reported statistics."""
+    """Collector of the latest statistics from each live worker."""
 
     def __init__(self, router: WorkerRouter) -> None:
         self._router = router
@@ -221,7 +222,7 @@ def _misses(known: list[tuple[pb.GetStatsResponse, tuple[str, str]]]) -> Iterabl
 
 
 class _RestartCollector:
-    """Collector of the restarts that the supervisor, this process's parent, reports."""
+    """Collector of process restarts, which the supervisor (this process's parent) reports in files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -30,20 +30,20 @@ from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.http_tracing import SERVICE_NAME
 from inference_svc.gateway.routes import create_app
 
-# GIL switch interval: the event loop waits at most this long for the thread that decodes large bodies.
+# GIL switch interval: the event loop waits at most this long while the thread for large bodies runs Python code.
 _SWITCH_SECONDS = 0.001
-# While a server drains, it accepts requests for this long: load balancers need some seconds to see its readiness.
+# A draining server still accepts requests for this long: load balancers need some seconds to notice its readiness.
 _LISTEN_SECONDS = 5.0
-# For the last bytes of answers that were cut.
+# Additional time in which uvicorn sends the last bytes of the cut-off answers.
 _LAST_SECONDS = 2.0
 
 log = structlog.get_logger("gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants.
+    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants file.
 
-    Raises ConfigurationError when it cannot listen.
+    Raises ConfigurationError if the address is not available.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,7 +68,7 @@ async def serve(config: GatewayConfig) -> None:
         server.hear_signals()
         if config.tenants is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
-        await asyncio.sleep(0)  # an earlier signal cancels here, before anything has started
+        await asyncio.sleep(0)  # a signal that arrived earlier takes effect here, before anything has started
         if config.nodes:
             log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
         else:
@@ -79,7 +79,7 @@ async def serve(config: GatewayConfig) -> None:
 def _refuse_foreign(config: GatewayConfig) -> None:
     """Refuse a runtime folder of another user.
 
-    That user could replace its sockets and receive all prompts. Raises ConfigurationError.
+    That user could replace the sockets in it and receive all prompts. Raises ConfigurationError.
     """
     sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
     if default_runtime_dir() in sockets:
@@ -87,14 +87,14 @@ def _refuse_foreign(config: GatewayConfig) -> None:
 
 
 def _fleet(config: GatewayConfig) -> FastAPI:
-    # Imported here: it imports an HTTP client, which would delay the start of a node's own gateway.
+    # Imported here because fleet_app imports an HTTP client, which would delay the start of a node's own gateway.
     from inference_svc.gateway.fleet.fleet_app import create_app
 
     return create_app(config)
 
 
 class _Structured(logging.Handler):
-    """Logs uvicorn's own messages (such as invalid requests) in the common format."""
+    """Handler that writes uvicorn's own messages, such as those about invalid requests, in the common log format."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
@@ -106,9 +106,10 @@ def _tell_of_uvicorn() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Drains before it stops; handles signals through the event loop, from before uvicorn starts.
+    """uvicorn's server, which drains before it stops.
 
-    uvicorn itself handles signals only while it runs; an earlier one would end the process with a traceback.
+    The event loop handles signals from before uvicorn starts. uvicorn itself handles signals only while it runs; an
+    earlier signal would end the process with a traceback.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
@@ -117,16 +118,16 @@ class _Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop when the running requests have ended; a second signal cuts them."""
+        """Start to drain, then stop. A second signal cuts off the requests that still run."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._stop(sig, frame))
         else:
             self._drain.cut()
 
     async def _stop(self, sig: int, frame: FrameType | None) -> None:
-        if os.getppid() != self._parent:  # the supervisor died: its successor needs the port now
+        if os.getppid() != self._parent:  # the supervisor died, and the next one needs the port now
             self.config.timeout_graceful_shutdown = int(self._drain.seconds)
-        elif self.started:  # uvicorn ends a server that has not started by itself
+        elif self.started:  # if the server has not started, uvicorn ends it without our drain
             drain, loop = self._drain, asyncio.get_running_loop()
             drain.has_begun, deadline = True, loop.time() + drain.seconds
             if running := drain.num_running:
@@ -149,7 +150,7 @@ class _Server(uvicorn.Server):
 
 def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     """Return uvicorn's configuration. Raises ConfigurationError for unusable certificates."""
-    # A fleet gateway's request needs two descriptors: one to the client and one to a node.
+    # Each request of a fleet gateway needs two descriptors: one to the client and one to a node.
     most = max_connections(descriptors_each=2 if config.nodes else 1)
     limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counters.refused, most)
     found = uvicorn.Config(

@@ -1,6 +1,6 @@
 """Request handlers of a node's gateway, one method per endpoint.
 
-Endpoints are OpenAI's, vLLM's companions to them, and metrics. ``routes`` maps paths to these methods.
+The endpoints are those of OpenAI's API, vLLM's additional ones, our own, and metrics. ``routes`` maps paths to methods.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ log = structlog.get_logger("gateway")
 
 
 class GatewayHandlers:
-    """The handlers and the objects that they share. One instance per process."""
+    """Request handlers of a node's gateway, and the objects that they share. One instance per process."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -127,7 +127,7 @@ class GatewayHandlers:
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def show_request(self, request: Request) -> Response:
-        """Answer ``kvsidecar why``: an answer's tokens, and the reason of its miss."""
+        """Answer ``kvsidecar why`` with the token counts and the miss reason of an earlier answer."""
         tenant, salt = self.keys.tenant(request.scope), self._header_salt(request).decode("utf-8", "replace")
         operator = self.keys.is_operator(request.scope)
         found = self._history.find(request.path_params["name"], tenant, salt, operator=operator)
@@ -146,10 +146,7 @@ class GatewayHandlers:
         return JSONResponse(shown | self._load(request))
 
     def _load(self, request: Request) -> dict[str, int]:
-        """Return the node's load to callers that may see it.
-
-        It reveals other tenants' activity.
-        """
+        """Return the node's load; empty for a caller that may not see other tenants' activity."""
         return {"busy": num_requests(self.router)} if self.keys.may_see_load(request.scope) else {}
 
     async def cached_prefix_of_chat(self, request: Request) -> Response:
@@ -189,7 +186,7 @@ class GatewayHandlers:
         )
 
     async def _read_prompt(self, kind: type[PromptBody], request: Request) -> tuple[pb.WarmRequest, float]:
-        """Return the prefill that a body asks for, and its limit in seconds."""
+        """Return the prefill request of a body, and its deadline in seconds."""
 
         def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
             parsed = self._parse_for_model(kind, request, raw, body)
@@ -205,14 +202,14 @@ class GatewayHandlers:
         return parsed
 
     def _idlest_worker(self, model: str) -> Worker:
-        """Raises Unavailable, UnknownModel."""
+        """Return the worker with the fewest requests that serves the model. Raises Unavailable, UnknownModel."""
         able = [w for w in self.router.alive if w.serves(model)]
         if not able:
             raise no_worker(model)
         return min(able, key=lambda w: w.in_flight)
 
     async def pin_prompt(self, request: Request) -> Response:
-        """Prefill a prompt and pin its stored prefix."""
+        """Prefill a prompt, then pin its stored prefix."""
         asked, seconds = await self._read_prompt(PinBody, request)
         worker = self._idlest_worker(asked.model)
 
@@ -232,7 +229,7 @@ class GatewayHandlers:
         return JSONResponse(await release_session(self._models.worker(asked.model), asked.to_grpc()))
 
     async def count_input(self, request: Request) -> Response:
-        """Answer ``/v1/responses/input_tokens``: tokens of a request's prompt."""
+        """Answer ``/v1/responses/input_tokens`` with the number of tokens in the request's prompt."""
 
         def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
             parsed = self._parser.salted(ResponsesRequest, request, raw, body)

@@ -1,6 +1,6 @@
-"""Health endpoints: liveness at ``/livez``, readiness at ``/readyz``, ``/health`` and, for SageMaker, ``/ping``.
+"""Health endpoints: liveness at ``/livez``; readiness at ``/readyz``, ``/health`` and SageMaker's ``/ping``.
 
-``DrainMiddleware`` fails readiness during a shutdown.
+During a shutdown, ``DrainMiddleware`` answers the readiness probes with an error.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ HEALTH_PATHS = frozenset({LIVEZ, READYZ, HEALTH, PING})
 
 
 class Member(Protocol):
-    """A worker of a node, or a node of a fleet."""
+    """A worker of a node, or a node of a fleet; the readiness probe counts those that are up."""
 
     @property
     def alive(self) -> bool: ...
 
 
 def add_liveness(app: FastAPI) -> None:
-    """Serve the liveness probe, which succeeds while the process answers."""
+    """Serve the liveness probe, which always succeeds."""
 
     @app.get(LIVEZ)
     async def live() -> JSONResponse:

@@ -13,10 +13,7 @@ STEP_SECONDS, _STEPS = 5, 120
 
 @dataclass
 class _Step:
-    """Prompt tokens and cached tokens of one time step.
-
-    Excludes requests that skip the cache.
-    """
+    """Prompt tokens and cached tokens of one time step, without requests that skip the cache."""
 
     number: int
     prompt_tokens: int = 0
@@ -24,7 +21,7 @@ class _Step:
 
 
 class HitRatioHistory:
-    """Sums counter increments per time step, over the last ten minutes."""
+    """Increments of the workers' counters, summed per time step, for the last ten minutes."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
@@ -33,7 +30,8 @@ class HitRatioHistory:
     def observe(self, worker: str, stats: pb.GetStatsResponse, now: float) -> None:
         """Record a worker's counters; ``now`` is in monotonic seconds.
 
-        Counters of a restarted worker begin at 0. Counts from before a worker was first observed are not included.
+        If a counter has decreased, the worker was restarted, and the counter began again at 0. The first observation of
+        a worker adds nothing.
         """
         prompt, cached = stats.prompt_tokens - stats.skipping_tokens, stats.cached_tokens
         old = self._seen.get(worker, (prompt, cached))

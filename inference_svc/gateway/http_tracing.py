@@ -1,4 +1,4 @@
-"""Tracing spans of HTTP requests, by OpenTelemetry's conventions.
+"""Tracing spans of HTTP requests, under OpenTelemetry's conventions.
 
 Calls to workers are child spans. https://opentelemetry.io/docs/specs/semconv/http/http-spans/
 """
@@ -24,9 +24,9 @@ def current_span() -> Span:
 
 
 class TracingMiddleware:
-    """Opens a span around every generating request, until the last byte of its answer.
+    """Opens a span for every generating request, and ends it after the last byte of the answer.
 
-    Plain ASGI, like ``RequestGuard``.
+    Plain ASGI, for the same reason as ``RequestGuard``.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:

@@ -1,7 +1,8 @@
 """LoRA adapter endpoints, as in vLLM: ``/v1/load_lora_adapter``, ``/v1/unload_lora_adapter``.
 
-An adapter is loaded on all workers, or on none. A restarted worker gets all loads and unloads that it missed, before it
-gets requests. A restarted gateway has lost this list; running workers keep their adapters.
+The gateway loads an adapter on all workers, or on none. It keeps a list of its loads and unloads. A restarted worker
+gets the ones that it missed before it gets requests. A restarted gateway begins with an empty list; the workers keep
+their adapters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from inference_svc.gateway.worker_retry import is_retryable
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-# Loading includes reading and packing a large adapter; unloading waits for queued stores to the daemon.
+# Timeout of a load, which may read and pack a large adapter, and of an unload, which waits for stores to the daemon.
 _SECONDS = 300.0
 _LONGEST_NAME, _LONGEST_PATH = 96, 4096
 _FIELDS = {"name": "lora_name", "path": "lora_path"}
@@ -34,20 +35,20 @@ log = structlog.get_logger("gateway")
 
 
 class LoadBody(BodyModel):
-    """An adapter's name, and its folder below the workers' --lora-root."""
+    """Body of a load: an adapter's name, and its folder below the workers' --lora-root."""
 
     lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
     lora_path: str = Field(min_length=1, max_length=_LONGEST_PATH)
 
 
 class UnloadBody(BodyModel):
-    """An adapter's name."""
+    """Body of an unload: an adapter's name."""
 
     lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
 
 
 class LoraRoutes:
-    """Handlers that load and unload adapters on all workers, one change at a time."""
+    """Handlers that load and unload adapters on all workers. A lock admits one change at a time."""
 
     def __init__(self, router: WorkerRouter, keys: ApiKeys, bodies: BodyReader) -> None:
         self._router, self._keys, self._bodies = router, keys, bodies
@@ -70,14 +71,14 @@ class LoraRoutes:
     async def _load_on_all(self, body: LoadBody) -> str:
         """Load an adapter on every worker that is up. Raises KVSidecarError.
 
-        After an error, no worker is changed.
+        If one worker fails, the method unloads the adapter from all workers that did not have it before.
         """
         request = pb.LoadAdapterRequest(name=body.lora_name, path=body.lora_path)
         async with self._lock:
             workers = self._router.alive
             new = [worker for worker in workers if body.lora_name not in worker.names]
             try:
-                # The first worker determines the namespace, so that it is the same on all workers.
+                # The first worker chooses the adapter's namespace, and all other workers use the same one.
                 request.namespace = (await _load(workers[0], request)).namespace
                 found = await asyncio.gather(*(_load(w, request) for w in workers[1:]), return_exceptions=True)
                 for error in found:
@@ -94,9 +95,9 @@ class LoraRoutes:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     async def _unload_on_all(self, body: UnloadBody) -> str:
-        """Unload an adapter from every worker that is up. Raises KVSidecarError.
+        """Unload an adapter from every worker that is up.
 
-        Raises UnknownModel if no worker has it.
+        Raises KVSidecarError; if no worker has the adapter, this is UnknownModel.
         """
         name = body.lora_name
         async with self._lock:
@@ -115,7 +116,7 @@ class LoraRoutes:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _prepare(self, worker: Worker, model: pb.GetModelResponse) -> bool:
-        """Apply missed loads and unloads to a worker; return False if there were none."""
+        """Apply missed loads and unloads to a worker; return False if it had missed none."""
         if not self._missing_changes(worker, model):
             return False
         async with self._lock:
@@ -133,9 +134,9 @@ class LoraRoutes:
         return True
 
     def _missing_changes(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
-        """Return adapters to load and names to unload.
+        """Return the adapters that the worker must load, and the names that it must unload.
 
-        Leaves out those that the worker has refused since it started.
+        The result leaves out changes that the worker has refused since it started.
         """
         there = {adapter.name for adapter in model.adapters}
         lacks = [request for name, request in self._loaded.items() if name not in there | worker.refused]
@@ -158,7 +159,7 @@ async def _unload(worker: Worker, name: str) -> None:
 
 
 def _error_of(error: grpc.RpcError) -> KVSidecarError:
-    """Return a worker's error, with the parameter name of the HTTP body."""
+    """Convert a worker's error; its ``param`` becomes the field's name in the HTTP body."""
     found = from_rpc(error)
     found.param = _FIELDS.get(found.param, found.param)
     return found

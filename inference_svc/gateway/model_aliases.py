@@ -1,4 +1,4 @@
-"""Model aliases: further names of served models, for clients with fixed model names."""
+"""Model aliases: additional names of served models, for clients with fixed model names."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 CLAUDE_PREFIX = "claude-"
 ALL_CLAUDE = f"{CLAUDE_PREFIX}*"
-"""Stands in model lists for all names that begin with ``claude-``."""
+"""Entry of a model list that stands for all names that begin with ``claude-``."""
 
 
 class ModelAliases:
-    """``NAME=MODEL`` of the gateway's settings, and all ``claude-`` names for the served model."""
+    """Aliases from the setting ``NAME=MODEL``; with ``claude_names``, every ``claude-`` name is an alias, too."""
 
     def __init__(self, aliases: Mapping[str, str], claude_names: bool) -> None:
         self._aliases, self._claude = aliases, claude_names
 
     def resolve(self, name: str, served: Collection[str]) -> str:
-        """Return the name of the model behind a name; empty for the served model, whatever its name."""
+        """Return the model's own name for a name that may be an alias.
+
+        Returns an empty name for a ``claude-`` alias: it means the served model, whatever its name.
+        """
         if name in self._aliases:
             return self._aliases[name]
         return "" if self._claude and name.startswith(CLAUDE_PREFIX) and name not in served else name
 
     def with_aliases(self, served: Mapping[str, pb.GetModelResponse]) -> dict[str, pb.GetModelResponse]:
-        """Return the served models by name, and by the further names of those that are up."""
+        """Return the served models by their names and aliases. An alias of a model that is down is left out."""
         found = dict(served)
         for name in (*self._aliases, *([ALL_CLAUDE] if self._claude else ())):
             target = self.resolve(name, served)
@@ -35,7 +38,7 @@ class ModelAliases:
 
 
 def lists(models: Collection[str], name: str) -> bool:
-    """Return whether a node's list of models has a name, by itself or among all ``claude-`` names."""
+    """Return whether a node's list of models contains a name, or the entry for all ``claude-`` names covers it."""
     return name in models or (name.startswith(CLAUDE_PREFIX) and ALL_CLAUDE in models)
 
 

@@ -26,7 +26,7 @@ _SHOWN_CALLS = 6
 
 
 class NodeView:
-    """Collects status from workers and daemon, without prompts, tokens or salts."""
+    """Status of workers and daemon. It contains no prompts, no tokens and no salts."""
 
     def __init__(self, router: WorkerRouter, cache_socket: Path | None) -> None:
         self._router, self._socket = router, cache_socket
@@ -39,7 +39,7 @@ class NodeView:
 
     @property
     def daemon(self) -> Any:
-        """The daemon's stub; None without a daemon."""
+        """gRPC stub of the daemon; None without a daemon."""
         return self._daemon
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class NodeView:
             await asyncio.sleep(STEP_SECONDS)
 
     async def refresh(self) -> None:
-        """Query the workers, unless they were queried a moment ago."""
+        """Query the workers, unless the last query was a moment ago."""
         if time.monotonic() - self._asked_at > _FRESH_SECONDS:
             await self.stats()
 
@@ -75,7 +75,7 @@ class NodeView:
         return found
 
     async def show(self, salt: bytes, operator: bool) -> dict[str, Any]:
-        """Return the status for an operator, or for a caller that knows only this ``salt``."""
+        """Return the status for an operator, or for a guest, who sees only the usage of its own ``salt``."""
         stats, cache = await asyncio.gather(self.stats(), self._cache(salt, operator))
         workers = zip(self._router.workers, stats, strict=True)
         return {
@@ -126,14 +126,14 @@ class NodeView:
         return {"failing": "", "tenants": found, "complete": True}
 
     def _namespaces(self) -> dict[bytes, str]:
-        """Return the namespaces of the served models, and of adapters with their names."""
+        """Return adapter names by namespace; a served model's own namespace has an empty name."""
         models = [w.model for w in self._router.workers if w.model.namespace]
         found = {m.namespace: "" for m in models}
         return found | {a.namespace: a.name for m in models for a in m.adapters}
 
 
 def _tenant(salt: bytes, adapter: str) -> str:
-    """Return a tenant's display name."""
+    """Return the name under which the page shows a guest's own usage."""
     whose = "yours" if salt else "without a salt"
     return f"{whose}, {adapter}" if adapter else whose
 

@@ -1,4 +1,4 @@
-"""Converts answers of workers to the parts of OpenAI's response format."""
+"""Converts workers' messages to the fields of OpenAI's response format."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
 def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]:
     """Return the entry of a model, or of one of its adapters, for model lists.
 
-    ``created`` is the gateway's start in seconds since 1970: a model's files do not record when it was made. The
-    lengths are extensions; ``max_model_len`` and ``parent`` (an adapter's model) are vLLM's.
+    ``created`` is the start of the gateway in seconds since 1970, because a model's files do not record their age.
+    OpenAI's format has no ``context_length``, ``max_model_len`` or ``parent``; the latter two are vLLM's. ``parent`` is
+    the model of an adapter.
     """
     return {
         "id": name,
@@ -41,13 +42,13 @@ def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]
 
 
 def fingerprint(found: pb.GetModelResponse) -> str:
-    """Return ``system_fingerprint``: equal for the same model, numerics and version."""
+    """Return ``system_fingerprint``, which is equal for equal model, numerics and version."""
     text = json.dumps([__version__, found.model_id, found.dtype, found.numerics.id])
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the usage of all choices; each prompt counts once."""
+    """Return the usage of all choices. A prompt counts once, not once for each of its choices."""
     prompts = parts[::choices_per_prompt]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     generated = sum(u.generated_tokens for u in parts)
@@ -69,12 +70,12 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
 
 
 def reasoning(text: str) -> dict[str, str]:
-    """Return reasoning under its two usual names: vLLM's, and that of DeepSeek, SGLang and llama.cpp."""
+    """Return reasoning under both usual names: the one of vLLM, and the one of DeepSeek, SGLang and llama.cpp."""
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def timings(value: pb.Timings) -> dict[str, float]:
-    """Return the times of a request's phases in milliseconds (an extension)."""
+    """Return the times of a request's phases in milliseconds. OpenAI's format has no such field."""
     return {k: round(v, 3) for k, v in timings_dict(value).items()}
 
 
@@ -87,7 +88,7 @@ _READING = {
 
 
 def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
-    """Return which parts of the prompt were cached, and why not more (an extension)."""
+    """Return how the keys and values of each part of the prompt were obtained. OpenAI's format has no such field."""
     parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
     numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
     reuse = part.reuse_anywhere
@@ -96,7 +97,7 @@ def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
 
 
 def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
-    """Return the reason why tokens were computed (an extension); ``miss`` is None when all were cached."""
+    """Return the miss reason; None if all tokens were cached. OpenAI's format has no such field."""
     if not part.HasField("miss"):
         return {"miss": None}
     miss = part.miss
@@ -109,7 +110,8 @@ def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
     """Return vLLM's ``prompt_logprobs``.
 
-    The first entry is None; the others map the token and its alternatives to their log probabilities.
+    The first entry is None, because nothing predicts the first token. Every other entry maps the prompt's token and its
+    alternatives to their log probabilities.
     """
 
     def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | N
 
 
 def stop_reason(part: pb.GenerateStreamResponse) -> str | int | None:
-    """Return vLLM's ``stop_reason``: the request's stop string or token that ended the answer."""
+    """Return vLLM's ``stop_reason``: the stop string or stop token of the request that ended the answer, or None."""
     kind = part.WhichOneof("stopped_by")
     return None if kind is None else getattr(part, kind)
 
@@ -135,7 +137,7 @@ def _token(p: pb.TokenLogprob, as_ids: bool) -> str:
 
 def chat_logprobs(parts: list[pb.TokenLogprob], as_ids: bool = False) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
-        # A token that is a part of a character has no text, and its bytes are unknown here.
+        # If a token is a part of a character, its text has a replacement character, and its bytes are unknown here.
         bytes_ = None if "\ufffd" in p.text else list(p.text.encode())
         return {"token": _token(p, as_ids), "logprob": p.logprob, "bytes": bytes_}
 
@@ -145,12 +147,12 @@ def chat_logprobs(parts: list[pb.TokenLogprob], as_ids: bool = False) -> dict[st
 def completion_logprobs(
     parts: list[pb.TokenLogprob], most: int, at: int, from_prompt: bool, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return ``logprobs`` of a completion, with ``most`` alternatives for each token.
+    """Return ``logprobs`` of a completion, with the ``most`` likeliest tokens at each position.
 
-    As with OpenAI and vLLM, the alternatives include the token itself, so there may be one more than ``most``.
+    As with OpenAI and vLLM, the generated token is always among them, so a position may have ``most`` + 1 tokens.
 
-    ``at`` is the offset of the first part in the answer's text, in characters. With ``from_prompt``, ``parts`` begin
-    with the prompt's tokens, of which the first has no log probability.
+    ``at`` is the offset of the first part in the answer's text, in characters. With ``from_prompt``, ``parts`` begins
+    with the prompt's tokens; the first token has no log probability.
     """
     offsets = []
     for p in parts:
@@ -165,7 +167,7 @@ def completion_logprobs(
 
 
 def _top(p: pb.TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
-    """Return log probabilities by text; of several tokens with one text (parts of characters) the likeliest."""
+    """Return log probabilities by text. If tokens have equal text (parts of characters), the likeliest one counts."""
     found: dict[str, float] = {}
     for t in (*p.top[:most], p):
         found.setdefault(_token(t, as_ids), t.logprob)
@@ -173,7 +175,7 @@ def _top(p: pb.TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encode JSON piece by piece: in a thread, a large value does not hold the GIL throughout."""
+    """Encode JSON piece by piece, so that a thread that encodes a large value does not block the event loop."""
     return "".join(_ENCODER.iterencode(value)).encode()
 
 

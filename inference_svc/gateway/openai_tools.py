@@ -16,8 +16,8 @@ from inference_svc.gateway.chat_messages import Message
 class Function(BodyModel):
     """A function.
 
-    A grammar makes the arguments of a required call (``tool_choice``) follow ``parameters``. If the model chooses the
-    call itself, its arguments follow ``parameters`` only if the function is ``strict``.
+    If ``tool_choice`` requires a call, a grammar makes the call's arguments follow ``parameters``. If the model decides
+    itself to call a function, the grammar applies only to a ``strict`` function.
     """
 
     name: str
@@ -52,21 +52,21 @@ class FunctionName(BodyModel):
 
 
 class NamedTool(BodyModel):
-    """``tool_choice`` of one function."""
+    """``tool_choice`` that names one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedToolNames(BodyModel):
-    """``allowed_tools`` of a ``tool_choice``."""
+    """The field ``allowed_tools`` of a ``tool_choice``."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], FIRST_ERROR] = Field(min_length=1)
 
 
 class AllowedTools(BodyModel):
-    """``tool_choice`` of some of the tools; the prompt still has all of them."""
+    """``tool_choice`` that allows some of the tools; the prompt still contains all tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolNames
@@ -81,7 +81,7 @@ def to_chat(
     template_arguments: dict[str, Any] | None,
     start: pb.AnswerStart.ValueType,
 ) -> pb.Chat:
-    """Convert a conversation for a worker. Raises InvalidRequest."""
+    """Convert a conversation to the worker's protocol. Raises InvalidRequest."""
     return pb.Chat(
         messages=[m.to_grpc(i) for i, m in enumerate(messages)],
         tools=[tool.to_grpc() for tool in tools or ()],
@@ -91,7 +91,7 @@ def to_chat(
 
 
 def to_json(name: str, value: dict[str, Any]) -> str:
-    """Encode a value of the option ``name``. Raises InvalidRequest."""
+    """Encode a value as JSON. Raises InvalidRequest, which names the option ``name``."""
     try:
         return json.dumps(value)
     except RecursionError as error:
@@ -99,7 +99,7 @@ def to_json(name: str, value: dict[str, Any]) -> str:
 
 
 def tool_use(choice: ToolChoice | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
-    """Convert ``tool_choice``; None is the default. Raises InvalidRequest."""
+    """Convert ``tool_choice``, which is None for the default. Raises InvalidRequest."""
     if not any_tools:
         if choice in (None, "none", "auto"):
             return None
@@ -115,7 +115,7 @@ def tool_use(choice: ToolChoice | None, parallel: bool | None, any_tools: bool) 
 
 
 def call_delta_fields(deltas: list[pb.ToolCallDelta], legacy: bool) -> dict[str, Any]:
-    """Return the fields of a stream's delta: ``tool_calls``, or ``function_call`` of the first format."""
+    """Return the fields of a stream's delta: ``tool_calls``, or ``function_call`` in OpenAI's oldest format."""
     if not legacy:
         return {"tool_calls": call_deltas(deltas)}
     name = {"name": deltas[0].name} if deltas[0].name else {}
@@ -123,12 +123,12 @@ def call_delta_fields(deltas: list[pb.ToolCallDelta], legacy: bool) -> dict[str,
 
 
 def whole_calls(calls: list[pb.ToolCall]) -> list[dict[str, Any]]:
-    """Return ``tool_calls`` of a message."""
+    """Return ``tool_calls`` of a complete message."""
     return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
 
 
 def call_deltas(deltas: list[pb.ToolCallDelta]) -> list[dict[str, Any]]:
-    """Return ``tool_calls`` of a stream chunk: a call's first delta has its id and name."""
+    """Return ``tool_calls`` of a stream chunk. Only the first delta of a call has the call's id and name."""
     out: list[dict[str, Any]] = []
     for d in deltas:
         if d.name:

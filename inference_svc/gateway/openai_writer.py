@@ -19,10 +19,10 @@ from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 
-# A longer path is no typing error, so it is not compared with the known ones.
+# A longer path is hardly a misspelled one, so it is not compared with the served paths.
 _LONGEST_PATH = 100
-# Errors with a code in OpenAI's API, which its clients check (https://platform.openai.com/docs/guides/error-codes).
-# Other errors have our own codes.
+# Error codes of OpenAI's API, which clients check (https://platform.openai.com/docs/guides/error-codes). Other errors
+# have our own codes.
 _CODES = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "PROMPT_EXCEEDS_POOL": "context_length_exceeded",
@@ -52,7 +52,7 @@ def _error_body(error: KVSidecarError) -> dict[str, Any]:
 
 
 def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
-    """Return a 404 or 405 in OpenAI's format; ``known`` are the served paths, for a hint."""
+    """Return a 404 or 405 in OpenAI's format. The message suggests the most similar of the ``known`` served paths."""
     asked = did_you_mean(path[:_LONGEST_PATH], known)
     text = f"{path[:_LONGEST_PATH]} is not served here{asked}" if code == 404 else f"{path} takes no {method}"
     named = {404: "not_found", 405: "method_not_allowed"}.get(code, "invalid_request")
@@ -71,7 +71,7 @@ class OpenAIWriter:
         kind = "chat.completion" if self._chat else "text_completion"
         self._head: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
-        self._written: Counter[int] = Counter()  # characters of each choice so far, for text_offset
+        self._written: Counter[int] = Counter()  # characters written so far, by choice, for text_offset
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if self._chat else kind
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class OpenAIWriter:
         }
 
     def _prompt_fields(self, first: pb.GenerateStreamResponse) -> dict[str, Any]:
-        """Return vLLM's fields about the prompt; a field that was not asked for is null."""
+        """Return vLLM's fields about the prompt. A field is None if the request did not ask for it."""
         asked = self._request.prompt_logprobs is not None
         fields: dict[str, Any] = {
             "prompt_logprobs": openai_fields.prompt_logprobs(first.prompt_logprobs) if asked else None
@@ -176,7 +176,7 @@ class OpenAIWriter:
             out.append(self._chunk(piece, {"delta": call_delta_fields(list(part.tool_calls), self._legacy)}))
         if part.finish_reason:
             last[piece.choice] = part
-            # The last text has the finish reason beside it, as with vLLM.
+            # As with vLLM, the event with the last text also has the finish reason.
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
             ended = (empty if told is None else told) | {"stop_reason": openai_fields.stop_reason(part)}
             out.append(self._chunk(piece, ended, self._finish_reason(part)))
@@ -185,7 +185,7 @@ class OpenAIWriter:
         return out
 
     def _bare_chunk(self, fields: dict[str, Any]) -> bytes:
-        """Encode an event of the whole request, without a choice."""
+        """Encode an event that concerns the whole request, so it has no choice."""
         return openai_fields.event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
 
     def _chunk(self, piece: ChoiceChunk, content: dict[str, Any], finish: str | None = None) -> bytes:
@@ -213,9 +213,10 @@ class OpenAIWriter:
 
 
 async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
-    """Put the prompt before each choice (``echo``), with its log probabilities.
+    """Put the prompt and its log probabilities before each choice, as ``echo`` asks.
 
-    lm-eval reads likelihoods from them. Drops the generated text when the request asked for the prompt only.
+    lm-eval reads likelihoods from these log probabilities. If the request asks for the prompt only, the generated text
+    is dropped.
     """
     begun: set[int] = set()
     async for chunk in chunks:
@@ -233,7 +234,7 @@ async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceCh
 
 
 async def with_text(text: str, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
-    """Put a text before each choice."""
+    """Put ``text`` before the text of each choice."""
     begun: set[int] = set()
     async for chunk in chunks:
         if chunk.choice not in begun:

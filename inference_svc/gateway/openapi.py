@@ -28,7 +28,7 @@ _RESPONSES, _CONVERSATIONS = "/v1/responses", "/v1/conversations"
 _CONVERSATION, _LIST = ("id", "object", "created_at", "metadata"), ("object", "data", "has_more")
 _WARMED = ("prompt_tokens", "cached_tokens", "stored_tokens")
 _MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
-# Path, body, summary, whether it can be streamed, and the fields of a complete answer.
+# Path, body, summary, whether the answer can be a stream, and the fields of a complete answer.
 _POSTS: list[tuple[str, type[BodyModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
@@ -69,7 +69,7 @@ _DELETES: list[tuple[str, str, tuple[str, ...]]] = [
     (f"{_CONVERSATIONS}/{{name}}", "Forgets it", ("id", "object", "deleted")),
     (f"{_CONVERSATIONS}/{{name}}/items/{{item}}", "Removes it", _CONVERSATION),
 ]
-# Operators' calls, which answer with a sentence.
+# Calls for operators; their answer is a sentence.
 _ORDERS: list[tuple[str, type[BodyModel], str]] = [
     (LOAD, LoadBody, "Loads a LoRA adapter"),
     (UNLOAD, UnloadBody, "Unloads a LoRA adapter, and ends its requests"),
@@ -97,7 +97,7 @@ def document() -> dict[str, Any]:
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
     schemas: dict[str, Any] = found.get("$defs", {})
     for body in bodies:
-        # Options for services around the model: any value is accepted.
+        # Options for services around the model. The gateway accepts any value and ignores it.
         properties = schemas[body.__name__]["properties"]
         ignored = [name for name in body.ignored_options if name not in properties]
         properties |= {name: {"description": "Without effect."} for name in ignored}
@@ -114,7 +114,7 @@ def document() -> dict[str, Any]:
     for method, found_here in (("get", _GETS), ("delete", _DELETES)):
         for path, summary, fields in found_here:
             paths.setdefault(path, {})[method] = _operation(summary, fields)
-    # Always refused: every response is synchronous.
+    # A cancel request has no body.
     paths[f"{_RESPONSES}/{{name}}/cancel"] = {"post": _operation("Cancels a response", ("id",))}
     for path, item in paths.items():
         named = [name for name in ("name", "item") if f"{{{name}}}" in path]

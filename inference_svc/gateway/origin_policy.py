@@ -1,8 +1,9 @@
 """Protects a gateway without API keys from cross-site requests and DNS rebinding.
 
-Without keys, a gateway trusts everyone who can reach its address, and a browser lets every page that it shows reach
-that address. The policy recognizes such requests by headers that a page cannot forge: ``Origin`` and ``Sec-Fetch-Site``
-(https://www.w3.org/TR/fetch-metadata/), and ``Host``, which contains the attacker's name after DNS rebinding.
+A gateway without keys serves everyone who can reach its address, and any web page can make the user's browser send
+requests to that address. The policy recognizes such requests by headers that a page cannot forge: ``Origin``,
+``Sec-Fetch-Site`` (https://www.w3.org/TR/fetch-metadata/) and ``Host``. After DNS rebinding, ``Host`` contains the
+attacker's DNS name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from starlette.types import Scope
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 
-# Headers that browsers send and scripts cannot set; other programs do not send them.
+# Only browsers send these headers, and a page's scripts cannot set them.
 _FETCH_SITE, _FETCH_MODE, _FETCH_DEST = "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"
 _JSON = "application/json"
 _LONGEST_SHOWN = 80
@@ -24,7 +25,7 @@ _LONGEST_SHOWN = 80
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused request: ``reason`` labels a metric, ``message`` is for the sender."""
+    """The refusal of a request. ``reason`` is the label of a metric; the sender gets ``message``."""
 
     reason: str
     message: str
@@ -43,7 +44,7 @@ class OriginPolicy:
         self._single_labels = not config.for_this_machine
 
     def refusal(self, scope: Scope) -> Refusal | None:
-        """Return why an HTTP request is refused, or None."""
+        """Return the refusal of an HTTP request, or None if the policy allows it."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         if host and not self._is_own(_name(host)):
@@ -68,9 +69,10 @@ class OriginPolicy:
         return None
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a host name cannot be under an attacker's control.
+        """Return whether a host name is safe from DNS rebinding, or the operator allows it.
 
-        An attacker's DNS cannot serve IP addresses, nor single-label names of a local network.
+        Safe names are IP addresses and, on a local network, single-label names: an attacker's DNS server answers for
+        neither.
         """
         if self._any_host or name in self._hosts or name.endswith(".localhost"):
             return True
@@ -87,17 +89,14 @@ class OriginPolicy:
 
 
 def _name(host: str) -> str:
-    """Return a Host without its port, and an IPv6 address without brackets."""
+    """Return the host name of a Host header: without the port, and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".")
 
 
 def _opens_page(scope: Scope, headers: Headers) -> bool:
-    """Return whether a user follows a link to this server's own page.
-
-    That is a top-level navigation.
-    """
+    """Return whether the request opens this server's web page, because a user followed a link to it."""
     asked = headers.get(_FETCH_MODE), headers.get(_FETCH_DEST)
     return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and asked == ("navigate", "document")
 

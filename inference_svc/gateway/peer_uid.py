@@ -6,7 +6,7 @@ import ipaddress
 import socket
 import struct
 
-_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1  # NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1  # the kernel's NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST
 _HEADER = struct.Struct("=IHHII")
 _ASKED = struct.Struct("=BBBBI")  # family, protocol, extensions, padding, states
 _PORTS, _ANY = struct.Struct(">HH"), struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # any interface, no cookie
@@ -15,10 +15,10 @@ _ESTABLISHED = 1
 
 
 def user_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """Return the user of the process whose TCP socket is connected to ``here``.
+    """Return the user id of the process that owns the other end of a TCP connection.
 
-    The socket has the address ``peer``; both are loopback addresses. None if there is no such socket (any more), or if
-    the kernel refuses the query.
+    ``peer`` is the address of the other end, and ``here`` is this end's; both are loopback addresses. Returns None if
+    the connection no longer exists, or if the kernel refuses the query.
     """
     try:
         ends = [ipaddress.ip_address(address) for address, _ in (peer, here)]
@@ -33,6 +33,7 @@ def user_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
         return None
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None
-    # A socket without a process belongs to root, and a listener may have taken the port meanwhile.
+    # Only an established socket counts: the kernel reports root for a closed socket, and another process may already
+    # listen on its port.
     state, user = (_FOUND.unpack_from(answer, _HEADER.size)[i] for i in (1, 8))
     return int(user) if state == _ESTABLISHED else None

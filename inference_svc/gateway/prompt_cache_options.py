@@ -1,6 +1,7 @@
 """OpenAI's ``prompt_cache_*`` options and breakpoints.
 
-They are hints, so any value is accepted. A lifetime is a minimum: it becomes a retention, not a TTL.
+The options are hints, so the gateway accepts any value. OpenAI's lifetime is a minimum, so it becomes a retention and
+not a TTL.
 https://developers.openai.com/api/docs/guides/prompt-caching
 """
 
@@ -17,12 +18,12 @@ from inference_svc.gateway.cache_hints import MAX_BREAKPOINTS
 
 _LIFETIME = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DEFAULT_SECONDS = 1800  # of OpenAI's breakpoints
+_DEFAULT_SECONDS = 1800  # retention of OpenAI's breakpoints without a lifetime
 _MAX_KEY_CHARS = 256
 
 
 def retention_seconds(options: Any, retention: Any) -> int | None:
-    """Return the time that ``prompt_cache_options.ttl`` or ``prompt_cache_retention`` asks for; None without one."""
+    """Return the lifetime from ``prompt_cache_options.ttl`` or ``prompt_cache_retention``; None without both."""
     given = options.get("ttl") if isinstance(options, dict) else None
     for lifetime in (given, retention):
         found = _LIFETIME.fullmatch(lifetime) if isinstance(lifetime, str) else None
@@ -34,9 +35,10 @@ def retention_seconds(options: Any, retention: Any) -> int | None:
 def add_retention(
     cache: pb.CacheOptions, options: Any, retention: Any, marked: Sequence[tuple[int, int | None]]
 ) -> None:
-    """Add the options' lifetime, for the whole prompt or up to its breakpoints, to a request.
+    """Add retentions to a worker request: of the whole prompt by the options, and of prefixes by breakpoints.
 
-    ``marked`` are ``(messages, seconds)`` of breakpoints in messages. Of more than the maximum, the last ones count.
+    ``marked`` has a pair for each breakpoint: the number of messages before it, and its retention in seconds (None: the
+    options' lifetime). Beyond the maximum number of breakpoints, only the last ones count.
     """
     lifetime = retention_seconds(options, retention)
     by_end: dict[int, int] = {}
@@ -50,19 +52,19 @@ def add_retention(
 
 
 def is_prewarm(options: Any) -> bool:
-    """Return whether ``prompt_cache_options.prewarm`` asks to compute and store the prompt, without an answer."""
+    """Return whether ``prompt_cache_options.prewarm`` asks to compute and store the prompt without an answer."""
     return isinstance(options, dict) and options.get("prewarm") is True
 
 
 def limit_to_prompt(requests: Iterable[pb.GenerateRequest]) -> None:
-    """Let a worker compute the prompts and, because it must generate something, one token each."""
+    """Limit requests to the prompt and one token, because a worker always generates at least one token."""
     for request in requests:
         request.max_tokens, request.min_tokens = 1, 0
         request.ClearField("grammar")
 
 
 def drop_answer(part: pb.GenerateStreamResponse, finish: pb.FinishReason.ValueType) -> None:
-    """Remove the token that a worker had to generate; the answer ends with ``finish``."""
+    """Remove the generated token from a message; the last message gets ``finish`` as its finish reason."""
     part.text = part.reasoning = ""
     del part.logprobs[:], part.token_ids[:], part.tool_calls[:]
     if part.finish_reason:
@@ -72,5 +74,5 @@ def drop_answer(part: pb.GenerateStreamResponse, finish: pb.FinishReason.ValueTy
 
 
 def routing_key(key: Any) -> str:
-    """Return ``prompt_cache_key`` as a text for routers; empty without one."""
+    """Return a valid ``prompt_cache_key`` for routers; empty without one."""
     return key[:_MAX_KEY_CHARS] if isinstance(key, str) else ""

@@ -1,4 +1,4 @@
-"""Fingerprints of requests, compared to name the part that changed since an earlier one."""
+"""Fingerprints of requests, which show what part changed since an earlier request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from inference_svc.gateway.request_history import answer_key
 _DIGEST_BYTES, _OBJECT_BYTES, _OVERHEAD_BYTES = 8, 48, 1024
 _MAX_BYTES, _MAX_BYTES_IN_ALL = 4 << 20, 32 << 20
 _MODEL, _TOOLS, _ARGUMENTS, _SYSTEM, _MESSAGES = "model", "tools", "arguments", "system", "messages"
-# A changed part as the vendors name it: types.beta.BetaResponse of openai-python, Anthropic's cache diagnostics.
+# The vendors' names of a changed part: OpenAI's from types.beta.BetaResponse of openai-python, and Anthropic's from its
+# cache diagnostics.
 _OPENAI = {_MODEL: "model_changed", _TOOLS: "tools_changed", _ARGUMENTS: "reasoning_effort_changed"}
 _OPENAI |= {_SYSTEM: "input_changed", _MESSAGES: "input_changed"}
 _ANTHROPIC = {_MODEL: "model_changed", _TOOLS: "tools_changed", _ARGUMENTS: "messages_changed"}
@@ -27,7 +28,7 @@ _ANTHROPIC |= {_SYSTEM: "system_changed", _MESSAGES: "messages_changed"}
 
 @dataclass(frozen=True, slots=True)
 class PromptFingerprint:
-    """Keyed hashes of a chat request's parts; it holds no text."""
+    """Keyed hashes of a chat request's parts. Its text cannot be read from them."""
 
     model: str
     tools: bytes
@@ -36,7 +37,7 @@ class PromptFingerprint:
     messages: tuple[bytes, ...]
 
     def change_since(self, before: PromptFingerprint) -> str:
-        """Return the first part that keeps this prompt from continuing an earlier one; empty if it continues it."""
+        """Return the first part that differs from the earlier prompt; empty if this prompt continues that one."""
         for name in (_MODEL, _TOOLS, _ARGUMENTS, _SYSTEM):
             if getattr(self, name) != getattr(before, name):
                 return name
@@ -49,9 +50,10 @@ class PromptFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class PromptComparison:
-    """A request compared with an earlier one.
+    """Result of comparing a request with an earlier one.
 
-    ``earlier_id`` None: the request named none. ``found`` False: it is not known to this tenant.
+    ``earlier_id`` is None if the request named no earlier request. ``found`` is False if this tenant has no such
+    request. ``change`` is the first changed part, or empty.
     """
 
     earlier_id: str | None
@@ -59,7 +61,7 @@ class PromptComparison:
     change: str = ""
 
     def openai_diagnostics(self, part: pb.GenerateStreamResponse) -> dict[str, Any]:
-        """Return ``prompt_cache_diagnostics`` of a response, with our reason as ``miss``."""
+        """Return ``prompt_cache_diagnostics`` of a response, with our miss reason in the field ``miss``."""
         if not self.found:
             return {"type": "comparison_response_not_found"}
         if not self.change:
@@ -69,7 +71,7 @@ class PromptComparison:
         return {**found, **miss_reason(part)}
 
     def anthropic_diagnostics(self, usage: pb.Usage) -> dict[str, Any] | None:
-        """Return ``diagnostics`` of a message; None where it continues the earlier one."""
+        """Return ``diagnostics`` of a message; None if the request continues the earlier one."""
         if self.earlier_id is None:
             return {"cache_miss_reason": None}
         if not self.found:
@@ -81,7 +83,7 @@ class PromptComparison:
 
 
 class FingerprintStore:
-    """The latest fingerprints of each tenant by the ids of answers, until the process ends."""
+    """The latest fingerprints of each tenant, by the id of the answer; in memory only."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -102,14 +104,14 @@ class FingerprintStore:
     def compare(
         self, tenant: Hashable, salt: str, fingerprint: PromptFingerprint, earlier_id: str | None
     ) -> PromptComparison:
-        """Compare a request with the one that was answered with ``earlier_id``, of the same tenant and salt."""
+        """Compare a request with the earlier request of this tenant and salt whose answer has the id ``earlier_id``."""
         before = None if earlier_id is None else self._stored.get(tenant, answer_key(earlier_id, salt))
         if before is None:
             return PromptComparison(earlier_id)
         return PromptComparison(earlier_id, True, fingerprint.change_since(before))
 
     def keep(self, tenant: Hashable, salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
-        """Keep a request's fingerprint under its answer's id."""
+        """Store a request's fingerprint under the id of its answer."""
         self._stored.put(tenant, answer_key(answer_id, salt), fingerprint, fingerprint.num_bytes)
 
     def _hash(self, parts: Iterable[Message]) -> bytes:
@@ -120,6 +122,6 @@ class FingerprintStore:
 
 
 def earlier_id(options: Any, name: str) -> str | None:
-    """Return the id that a vendor's option names; None for other values, since the options are hints."""
+    """Return the id from a vendor's option; None for an invalid value, because the options are only hints."""
     given = options.get(name) if isinstance(options, dict) else None
     return given if isinstance(given, str) else None

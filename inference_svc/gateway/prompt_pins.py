@@ -1,7 +1,8 @@
 """Pins of prompts over HTTP.
 
-The daemon owns pins: until a client unpins the prefix, neither eviction nor TTLs remove it, also after a restart. A pin
-counts against the quota of the tenant or, where the operator set none, against the client's share of all pins.
+The daemon owns pins and keeps them over restarts. Until a client unpins a prefix, neither eviction nor a TTL removes
+its chunks. A pin counts against the tenant's quota. If the operator set no quota, it counts against the client's share
+of all pins.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class PinBody(PromptBody):
-    """Body of a pin request: the text or conversation to compute, store and pin."""
+    """Body of a pin request: a text or conversation to prefill, store and pin."""
 
 
 class UnpinBody(BodyModel):
@@ -32,13 +33,14 @@ class UnpinBody(BodyModel):
     model: str = ""
     cache_salt: str = ""
     pin: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * HASH_BYTES}}}$")]
-    """Name of the pin, from the answer to the pin request."""
+    """Name of the pin, which the answer to the pin request has."""
 
 
 async def pin_prompt(worker: Worker, daemon: Any, request: pb.WarmRequest, caller: str) -> dict[str, Any]:
-    """Pin the stored prefix of a prompt that ``worker`` has prefilled, for the client ``caller``.
+    """Pin the stored prefix of a prompt for the client ``caller``; ``worker`` has prefilled the prompt.
 
-    Raises KVSidecarError: QuotaExceeded when the quota does not allow it, ChunkNotFound when nothing is stored.
+    Raises QuotaExceeded if the quota does not allow the pin, ChunkNotFound if no chunk of the prompt is stored, and
+    other KVSidecarErrors.
     """
     namespace, salt = _namespace(worker, daemon, request.model), request.cache.tenant_salt
     asked = pb.TokenizeRequest(prompt=request.prompt, tenant_salt=salt)
@@ -57,7 +59,7 @@ async def pin_prompt(worker: Worker, daemon: Any, request: pb.WarmRequest, calle
 
 
 async def unpin_prompt(worker: Worker, daemon: Any, body: UnpinBody, caller: str) -> dict[str, Any]:
-    """End a pin of the client ``caller``. Raises KVSidecarError: ChunkNotFound for an unknown pin."""
+    """End a pin of the client ``caller``. Raises ChunkNotFound for an unknown pin, and other KVSidecarErrors."""
     namespace = _namespace(worker, daemon, body.model)
     prefix = cache_pb2.PrefixRef(
         namespace=namespace, tenant_salt=body.cache_salt.encode(), prefix_hash=bytes.fromhex(body.pin)

@@ -1,4 +1,4 @@
-"""Middleware for every request: origin policy or API key, and the count of answers."""
+"""Middleware for every request: checks the API key or the origin policy, and counts answers."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from inference_svc.gateway.request_counters import RequestCounters
 from inference_svc.gateway.request_log import log_line
 
 NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
-# Open without a key: probes and scrapers have none, and the page asks the user for it.
+# Paths that need no key. Probes and scrapers have no key; the web page loads first, then asks the user for one.
 _OPEN, _OPEN_FILES = HEALTH_PATHS | {"/", "/metrics", "/openapi.json", "/version"}, "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {MESSAGES_PATH, COUNT_PATH} | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
 _CODES = {401: ("authentication_error", "invalid_api_key"), 403: ("invalid_request_error", "permission_denied")}
 _CODES |= {415: ("invalid_request_error", "unsupported_media_type"), 503: ("server_error", "unavailable")}
 
-# Statuses that pass: the SDKs send such a request again after so many seconds.
+# Temporary failures: the gateway tells the SDKs to send the request again after this many seconds.
 _BUSY, _RETRY_SECONDS = frozenset({429, 503}), "1"
 
 
 class RequestGuard:
     """Authorizes requests and counts answers.
 
-    Plain ASGI: Starlette's base class for middleware would hide a client's disconnect from the handlers.
+    Plain ASGI middleware, because Starlette's base class would hide a client's disconnect from the handlers.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, policy: OriginPolicy, metrics: RequestCounters) -> None:

@@ -14,12 +14,12 @@ from kvsidecar.tenant_lru import TenantLru
 from inference_svc.gateway.openai_fields import miss_reason
 
 _MAX_BYTES, _MAX_BYTES_IN_ALL = 1 << 20, 16 << 20
-_OVERHEAD_BYTES = 1024  # the objects of an entry, and its ids
+_OVERHEAD_BYTES = 1024  # Python objects of an entry, and its ids
 
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """An answer's ids, salt, tokens and reason of a miss; no text."""
+    """An answer's ids, salt, token counts and miss reason, without any text."""
 
     ids: tuple[str, ...]
     salt: str = field(repr=False)
@@ -28,16 +28,16 @@ class HistoryEntry:
 
 
 class RequestHistory:
-    """The latest answers of each tenant, until the process ends. Runs on the event loop.
+    """The latest answers of each tenant, in memory only. Runs on the event loop.
 
-    A caller finds those of its own tenant and salt, by any of their ids; an operator finds all.
+    A caller finds an answer of its own tenant and salt by any of the answer's ids. An operator finds all answers.
     """
 
     def __init__(self) -> None:
         self._entries = TenantLru[HistoryEntry](_MAX_BYTES, _MAX_BYTES_IN_ALL)
 
     def add(self, tenant: Hashable, salt: str, ids: Iterable[str], model: str, part: pb.GenerateStreamResponse) -> None:
-        """Keep an answer, given its last message. Of an answer with several choices, only the first is kept."""
+        """Record an answer by its last message. If an answer has several choices, the first finished one counts."""
         names = tuple(dict.fromkeys(name for name in ids if name))
         if not names or self._entries.get(tenant, answer_key(names[0], salt)) is not None:
             return
@@ -56,7 +56,7 @@ class RequestHistory:
             self._entries.put(tenant, answer_key(name, salt), HistoryEntry(names, salt, now, body), size)
 
     def find(self, request_id: str, tenant: Hashable, salt: str, *, operator: bool = False) -> dict[str, Any]:
-        """Return an answer. Raises UnknownRequest, alike for other tenants' ids and for those that never were."""
+        """Return an answer. Raises UnknownRequest, with the same message for unknown ids and other tenants' ids."""
         found = self._entries.get(tenant, answer_key(request_id, salt))
         if found is None and operator:
             every = (entry for entry in self._entries.values() if request_id in entry.ids)
@@ -70,5 +70,5 @@ class RequestHistory:
 
 
 def answer_key(answer_id: str, salt: str) -> str:
-    """Return the key of an answer among those of its tenant."""
+    """Return the key under which a tenant's answer is stored."""
     return f"{answer_id}\n{salt}"

@@ -1,4 +1,4 @@
-"""Request log: one line per request, with its outcome but never its content or a key."""
+"""Request log: one line per request, with its outcome, but without its content or any key."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from inference_svc.gateway.explain_header import EXPLAIN_HEADER, MISS_HEADER, mi
 
 log = structlog.get_logger("gateway")
 
-# Probes, scrapers and the page request these every few seconds: logged at debug level.
+# Probes, scrapers and the page request these paths every few seconds, so these requests are logged at debug level.
 _DEBUG_PATHS, _DEBUG_PREFIXES = (
     frozenset({"/", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json"}),
     ("/page/", "/kvsidecar/"),
 )
 _LONGEST_PATH = 120
-# Allowed request ids; others could inject text into the log.
+# Request ids that the log may contain; other ids could inject text into it.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
 _KEPT = ("/v1/responses/", "/v1/conversations/", "/kvsidecar/v1/requests/")
 _CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
@@ -38,35 +38,35 @@ class LogLine:
     miss_header: str = ""
 
     def add(self, **fields: str | int | float) -> None:
-        """Add fields; empty texts are left out."""
+        """Add fields, except those whose value is an empty text."""
         self.fields |= {name: value for name, value in fields.items() if value != ""}
 
     def adopt(self, fields: dict[str, str | int | float]) -> None:
-        """Add the fields that another gateway has recorded; this one's own win."""
+        """Add the fields from a node's summary. A field that this line already has keeps its value."""
         self.fields = fields | self.fields
 
     def first_token(self) -> None:
-        """Record the time to the first token of the first answer."""
+        """Record the time to first token; only the first call counts."""
         self.fields.setdefault("ttft_ms", _since(self.began))
 
     def abort(self, reason: str) -> None:
-        """Record an error after the answer's status was sent."""
+        """Record an error that occurred after the answer's status was sent."""
         self.add(aborted=reason)
 
     def answered(self, model: str, usage: pb.Usage) -> None:
         """Record a completed answer.
 
-        Each choice counts its prompt's tokens, because each has processed them.
+        Each choice adds its prompt's tokens to the count, because a worker has processed the prompt for each choice.
         """
         counts = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         counts |= {"generated_tokens": usage.generated_tokens, "answers": 1}
         self.add(model=model, **{name: int(self.fields.get(name, 0)) + count for name, count in counts.items()})
 
     def missed(self, miss: pb.MissReason) -> None:
-        """Record the reason why an answer computed tokens of its prompt; with several answers, the first reason."""
+        """Record the miss reason of an answer. If the request has several answers, the first reason counts."""
         if not self.miss_header:
             self.miss_header = miss_text(miss)
-            by = "" if miss.kind == "reuse_off" else miss.by  # a sentence about the node, not about the request
+            by = "" if miss.kind == "reuse_off" else miss.by  # there, it describes the node
             self.add(miss=miss.kind, miss_at=miss.position, miss_by=by, miss_part=miss.part)
 
 
@@ -74,14 +74,14 @@ _current: ContextVar[LogLine] = ContextVar("line")
 
 
 def log_line() -> LogLine:
-    """Return the line of the current HTTP request; an unused one outside of requests."""
+    """Return the log line of the current HTTP request. Outside of a request, returns one that is never written."""
     return _current.get(None) or LogLine()
 
 
 class RequestLogMiddleware:
-    """Writes the line when an answer ends or when the client disconnects.
+    """Writes a request's log line when the answer ends or the client disconnects.
 
-    Plain ASGI, like ``RequestGuard``.
+    Plain ASGI, for the same reason as ``RequestGuard``.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -120,7 +120,7 @@ class RequestLogMiddleware:
 
 
 def named_request_id(scope: Scope) -> str:
-    """Return the client's ``X-Request-Id`` if it is plain; else an empty text."""
+    """Return the client's ``X-Request-Id`` if the log may contain it; otherwise an empty text."""
     named = dict(scope["headers"]).get(b"x-request-id", b"")
     return named.decode() if _REQUEST_ID.fullmatch(named) else ""
 
@@ -130,14 +130,14 @@ def _write(scope: Scope, known: LogLine, status: int, whole: bool) -> None:
     known.add(request_id=named_request_id(scope))
     if not whole and status < _FAILED:
         known.add(broken_off="the client has gone")
-    # The raw path: decoded, it could contain terminal control sequences.
+    # The log gets the raw path, because the decoded path could contain terminal control sequences.
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
     for prefix in _KEPT:
-        if path.startswith(prefix):  # anyone who reads a response's id could continue it
+        if path.startswith(prefix):  # anyone who reads a response's id could continue the response
             sent = f"{prefix}ID"
     fields = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if (status < _FAILED or status == _UNAVAILABLE) and (path in _DEBUG_PATHS or path.startswith(_DEBUG_PREFIXES)):
-        say = log.debug  # also while a node starts or drains and its probes repeat
+        say = log.debug  # a 503 of a probe is normal while a node starts or drains
     elif status == _UNAVAILABLE:
         say = log.warning
     elif status >= _FAILED or "aborted" in known.fields:

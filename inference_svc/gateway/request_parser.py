@@ -1,4 +1,4 @@
-"""Parses request bodies with the rights of their senders: salt, reasons of misses, conversations."""
+"""Parses request bodies, and checks what the sender may use: salts, miss reasons, conversations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Salted = TypeVar("Salted", bound=CacheFields | CountTokensRequest | ReleaseBody 
 
 
 class RequestParser:
-    """Parses bodies of all endpoints. Any thread may call the methods; they raise KVSidecarError."""
+    """Parses the bodies of all endpoints. Any thread may call the methods. They raise KVSidecarError."""
 
     def __init__(self, keys: ApiKeys, conversations: ConversationStore) -> None:
         self._keys, self._conversations = keys, conversations
 
     def salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
-        """Parse a body, and set the salt that its sender may use."""
+        """Parse a body; replace its salt by the one that its sender may use."""
         parsed = parse(kind, raw, body)
         parsed.cache_salt = self._keys.salt(request.scope, parsed.cache_salt)
         explain = requested_explain(request.headers)
@@ -41,7 +41,10 @@ class RequestParser:
     def chat_of_response(
         self, request: Request, parsed: ResponsesRequest
     ) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return a response's chat request, its messages, and the items of its input. Raises InvalidRequest."""
+        """Return the chat request of a body of ``/v1/responses``, its messages, and the items of its input.
+
+        The messages include the conversation that the body continues. Raises InvalidRequest.
+        """
         tenant, conversation = self._keys.tenant(request.scope), parsed.conversation_id
         param = "previous_response_id" if conversation is None else "conversation"
         before = self._conversations.messages(tenant, conversation or parsed.previous_response_id, param)

@@ -22,7 +22,7 @@ from inference_svc.gateway.worker_retry import WorkerRetry
 
 @dataclass(frozen=True)
 class ChoiceChunk:
-    """One message of a worker's stream, and the number of its choice."""
+    """One message of a worker's stream, and the index of its choice."""
 
     choice: int
     part: pb.GenerateStreamResponse
@@ -30,7 +30,7 @@ class ChoiceChunk:
 
 @dataclass(eq=False)
 class ChoiceResult:
-    """One choice of an answer, accumulated from its chunks."""
+    """A choice of an answer, accumulated from the choice's chunks."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class RequestRunner:
         self._config, self._calls = config, calls
 
     def set_defaults(self, requests: list[pb.GenerateRequest], model: str) -> None:
-        """Set the model, and the gateway's ``max_tokens`` where a request has none."""
+        """Set the model, and the gateway's default ``max_tokens`` for requests without their own."""
         for request in requests:
             request.model = model
             if request.max_tokens == REST_OF_CONTEXT and self._config.default_max_tokens:
@@ -69,9 +69,9 @@ class RequestRunner:
     ) -> AsyncIterator[ChoiceChunk]:
         """Yield the chunks of all choices as they arrive.
 
-        With ``whole``, it withholds a choice's chunks until the choice is complete, so that a retry stays invisible.
-        ``wait_seconds`` is the client's limit for waiting for a worker. Closing the iterator cancels all choices.
-        Raises KVSidecarError.
+        With ``whole``, the iterator yields a choice's chunks only when the choice is complete, so that a retry stays
+        invisible. ``wait_seconds`` is the client's limit for the wait for a worker. Closing the iterator cancels all
+        choices. Raises KVSidecarError.
         """
         span = current_span()
         span.phase("prepare", span.began, time.perf_counter())
@@ -86,7 +86,7 @@ class RequestRunner:
                 async for part in self._calls.stream(request, whole, wait_seconds):
                     queue.put_nowait(ChoiceChunk(choice, part))
                 queue.put_nowait(None)
-            except Exception as error:  # passed to the reader: the other choices must not wait for this one
+            except Exception as error:  # the reader raises it at once, without waiting for the other choices
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
@@ -106,7 +106,7 @@ class RequestRunner:
 
 
 async def first_chunk(chunks: AsyncIterator[ChoiceChunk]) -> ChoiceChunk:
-    """Wait for the first chunk, so that a refused request still gets its status code."""
+    """Wait for the first chunk; a refused request raises here, before the answer's status is sent."""
     return await anext(chunks)
 
 
@@ -117,7 +117,7 @@ async def prepend(first: ChoiceChunk, others: AsyncIterator[ChoiceChunk]) -> Asy
 
 
 async def with_grammar_option(option: str, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
-    """Pass the chunks on; in an error about the grammar, name the option that set it."""
+    """Yield the chunks. An error about the grammar gets the name of the option that set the grammar."""
     try:
         async for chunk in chunks:
             yield chunk
@@ -131,9 +131,9 @@ async def with_grammar_option(option: str, chunks: AsyncIterator[ChoiceChunk]) -
 
 
 def request_logprobs_once(requests: list[pb.GenerateRequest], num_choices: int) -> bool:
-    """Request prompt log probabilities from the first choice of each prompt only.
+    """Remove ``prompt_logprobs`` from all requests but the first one of each prompt.
 
-    The ``num_choices`` requests of a prompt are consecutive. Returns False if there is nothing to share.
+    The ``num_choices`` requests of a prompt must be consecutive. Returns False if there is nothing to share.
     """
     if num_choices == 1 or not requests[0].HasField("prompt_logprobs"):
         return False
@@ -144,11 +144,11 @@ def request_logprobs_once(requests: list[pb.GenerateRequest], num_choices: int) 
 
 
 async def share_prompt_logprobs(chunks: AsyncIterator[ChoiceChunk], num_choices: int) -> AsyncIterator[ChoiceChunk]:
-    """Copy a prompt's log probabilities into the first chunk of each of its choices.
+    """Copy the log probabilities of a prompt into the first chunk of each of its choices.
 
-    Chunks of the other choices wait for the choice that has them.
+    Only the prompt's first choice gets them from its worker. Chunks of the other choices wait for it.
     """
-    found: dict[int, pb.GenerateStreamResponse] = {}  # by the prompt's number
+    found: dict[int, pb.GenerateStreamResponse] = {}  # by the prompt's index
     waiting: dict[int, list[ChoiceChunk]] = {}
     begun: set[int] = set()
 

@@ -27,7 +27,7 @@ from inference_svc.gateway.prompt_cache_options import add_retention, routing_ke
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
-# Maximal answers of one request: prompts times choices.
+# Maximum number of answers to one request, which is the number of prompts times ``n``.
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -40,7 +40,7 @@ TokenIds = Annotated[list[TokenId], FIRST_ERROR]
 
 
 def _few(biased: Any) -> Any:
-    """Check only the number of biased tokens. Raises InvalidRequest."""
+    """Check only the number of tokens in ``logit_bias``. Raises InvalidRequest."""
     if isinstance(biased, dict) and len(biased) > MAX_BIASED:
         raise InvalidRequest(
             f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
@@ -57,7 +57,7 @@ class StreamOptions(BodyModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: with ``include_usage``, usage in every event."""
+    """vLLM's option: with ``include_usage``, every event has the usage so far."""
 
 
 class GenerationOptions(CacheFields):
@@ -71,7 +71,7 @@ class GenerationOptions(CacheFields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=-1, le=_LARGEST)
-    """vLLM's, like the next three; -1, as 0, for all tokens."""
+    """vLLM's option, as are the next three. -1 and 0 allow all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     allowed_token_ids: TokenIds | None = None
@@ -81,48 +81,48 @@ class GenerationOptions(CacheFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
-    """vLLM's, like the next six: ends an answer as an end-of-sequence token does."""
+    """vLLM's option, as are the next six. These tokens end an answer as an end-of-sequence token does."""
     min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
-    """Keeps only the prompt's last tokens; -1 for as many as fit into the context."""
+    """Maximum number of prompt tokens to keep; -1 means as many as fit into the context."""
     truncation_side: Literal["left", "right"] | None = None
-    """vLLM's: where truncate_prompt_tokens removes tokens."""
+    """Side of the prompt at which truncate_prompt_tokens removes tokens."""
     truncate: Literal["left", "middle", "right"] | None = None
-    """Part of a too long prompt that loses tokens; without truncate_prompt_tokens, those that do not fit."""
+    """Part of a too long prompt that loses tokens. Without truncate_prompt_tokens, the context is the limit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     logprob_token_ids: TokenIds | None = None
-    """vLLM's: with logprobs, reports these tokens beside each token of the answer, instead of the likeliest ones."""
+    """vLLM's option: ``logprobs`` reports these tokens at each position, instead of the likeliest ones."""
     return_token_ids: bool = False
-    """vLLM's, like the next: return the tokens of prompt and answer."""
+    """vLLM's option, as is the next one. Return the token ids of prompt and answer."""
     return_tokens_as_token_ids: bool = False
-    """Write tokens of log probabilities as ``token_id:ID``."""
+    """Write the tokens in ``logprobs`` as ``token_id:ID`` instead of as text."""
     prompt_cache_key: Any = None
-    """Requests with the same key prefer the same worker and node."""
+    """The gateway prefers to route requests with the same key to the same worker and node."""
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     document_separator: str | None = Field(default=None, max_length=64)
-    """Text that precedes each document of the prompt; a document is reused at any position."""
+    """Text before each document of the prompt; the worker may reuse a document's chunks at another position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
-    """Ends of the documents in a prompt of token ids."""
+    """End positions of the documents in a prompt of token ids."""
     exact_only: bool = False
-    """Reuse no chunks that were computed in another context."""
+    """Reuse no chunks that were computed behind another prefix."""
     reuse_anywhere: bool | None = None
-    """Reuse chunks that were computed in another context, if the model's verification has passed; it may change the
-    answer. Default: the worker's setting."""
+    """Reuse chunks that were computed behind another prefix, if the model has passed `kvsidecar verify`; this may
+    change the answer. Default: the worker's setting."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
-    """Proposer of draft tokens that the model then verifies; answers stay the same. Default: the worker's setting."""
+    """Proposer of draft tokens, which the model verifies; answers stay the same. Default: the worker's setting."""
     speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
-    """Most branches of a draft tree; 0 for the worker's setting, which is also the maximum."""
+    """Maximum number of branches in a draft tree; 0 means the worker's setting, which is also the upper limit."""
     skip_cache: bool = False
-    """Reuse nothing and store nothing."""
+    """Reuse no cached tokens for this request, and store none of its chunks."""
     explain: bool = False
-    """Report which parts of the prompt were cached."""
+    """Report which parts of the prompt were cached, and the miss reason."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    """A field of vLLM, as are the older names below."""
+    """vLLM's option; the ``guided_*`` options below are its older names."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], FIRST_ERROR] | None = None
@@ -131,9 +131,9 @@ class GenerationOptions(CacheFields):
 
     @cached_property
     def grammar(self) -> tuple[str, pb.Grammar | None]:
-        """The option that constrains the answer, and its grammar.
+        """Name of the option that constrains the answer, and its grammar.
 
-        Raises InvalidRequest for several options.
+        Raises InvalidRequest if the request sets several such options.
         """
         return one_grammar(
             self.response_format,
@@ -155,9 +155,9 @@ class GenerationOptions(CacheFields):
         raise NotImplementedError
 
     def truncation_limit(self) -> int | None:
-        """Return the maximal number of prompt tokens to keep. Raises InvalidRequest.
+        """Return the maximum number of prompt tokens to keep. Raises InvalidRequest.
 
-        0 for as many as fit, None for all.
+        0 means as many as fit into the context; None means all.
         """
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
@@ -183,7 +183,7 @@ class GenerationOptions(CacheFields):
         return options
 
     def marked_messages(self) -> list[tuple[int, int | None]]:
-        """Return ``(messages, seconds)`` of the breakpoints in messages, with seconds None for OpenAI's."""
+        """Return the messages before each breakpoint, and its retention (seconds; None for OpenAI's breakpoints)."""
         return []
 
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
@@ -237,10 +237,10 @@ class GenerationOptions(CacheFields):
 
 
 class KvTransferParams(BodyModel):
-    """``kv_transfer_params`` of routers that tokenize a chat once for several engines."""
+    """``kv_transfer_params`` of a router that has already tokenized the chat."""
 
     prompt_token_ids: _Ints
-    """The prompt's tokens, which are used instead of the rendered messages."""
+    """Token ids of the prompt; the worker computes them instead of the rendered messages."""
 
 
 class ChatRequest(GenerationOptions):
@@ -257,19 +257,19 @@ class ChatRequest(GenerationOptions):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], FIRST_ERROR] | None = None
-    """OpenAI's first format of tools, like the next: answered with ``function_call``."""
+    """Tools in OpenAI's oldest format, as is the next option. The answer then has ``function_call``."""
     function_call: Literal["auto", "none"] | FunctionName | None = None
     reasoning_effort: Any = None
-    """Passed to the chat template; ``none`` also switches ``enable_thinking`` off."""
+    """Argument of the chat template; ``none`` also switches the template's ``enable_thinking`` off."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
+    """vLLM's option, as are the next two. Additional arguments of the chat template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kv_transfer_params: KvTransferParams | None = None
     echo: bool = False
-    """vLLM's: returns the message that is continued before its continuation."""
+    """vLLM's option: the answer begins with the assistant's message that it continues."""
     add_special_tokens: bool = False
-    """vLLM's: True puts the beginning-of-sequence token before the template's text."""
+    """vLLM's option: True puts the beginning-of-sequence token before the rendered chat."""
 
     def prompts(self) -> list[pb.Prompt]:
         if self.kv_transfer_params is not None:
@@ -280,7 +280,7 @@ class ChatRequest(GenerationOptions):
 
     @property
     def echoed(self) -> str:
-        """Return the text before the answer: the message that is continued, with ``echo``."""
+        """With ``echo``, the text of the assistant's message that the answer continues; otherwise empty."""
         return self.messages[-1].text if self.echo and self.messages[-1].role == "assistant" else ""
 
     def marked_messages(self) -> list[tuple[int, int | None]]:
@@ -292,7 +292,7 @@ class ChatRequest(GenerationOptions):
         ]
 
     def _forwarded_prompt(self, ids: list[int]) -> pb.Prompt:
-        """Return the tokens that another engine made of the messages. Raises InvalidRequest."""
+        """Return the prompt of the token ids that a router sent. Raises InvalidRequest."""
         if not ids:
             raise InvalidRequest(
                 "kv_transfer_params.prompt_token_ids is empty; at least one token is needed", param="kv_transfer_params"
@@ -312,7 +312,7 @@ class ChatRequest(GenerationOptions):
         return {"reasoning_effort": effort[:_MAX_EFFORT_CHARS], **thinking, **(self.chat_template_kwargs or {})}
 
     def _tools(self) -> list[Tool]:
-        """Return the tools, in either format. Raises InvalidRequest for both."""
+        """Return the tools from ``tools`` or ``functions``. Raises InvalidRequest if both are set."""
         if self.functions and self.tools:
             raise InvalidRequest("functions and tools are both set; tools can hold all of them", param="functions")
         return self.tools or [Tool(type="function", function=function) for function in self.functions or ()]
@@ -338,7 +338,7 @@ class ChatRequest(GenerationOptions):
         if use is not None:
             request.tool_use.CopyFrom(use)
         if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
-            request.ClearField("grammar")  # it constrains the text, and a required call has no text
+            request.ClearField("grammar")  # the grammar is for text, and a required call has none
         return request
 
 
@@ -347,12 +347,12 @@ class CompletionRequest(GenerationOptions):
 
     prompt: str | _Ints | Annotated[list[str], FIRST_ERROR] | Annotated[list[_Ints], FIRST_ERROR]
     max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST, description="Without a value: 256.")
-    """0, with ``echo``, returns the prompt only."""
+    """With ``echo``, 0 returns only the prompt."""
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """OpenAI allows at most 5."""
+    """Number of alternatives at each position; OpenAI itself allows at most 5."""
     add_special_tokens: bool = True
-    """vLLM's: False tokenizes text without the beginning-of-sequence token."""
+    """vLLM's option: False tokenizes text without the beginning-of-sequence token."""
 
     def prompts(self) -> list[pb.Prompt]:
         if isinstance(self.prompt, str):
@@ -361,7 +361,7 @@ class CompletionRequest(GenerationOptions):
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
-        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before building them: each is many times its text
+        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # checked first: each is many times its text
             raise InvalidRequest(
                 f"prompt has {len(self.prompt)} prompts with n = {self.num_choices} answers each; "
                 f"at most {MAX_ANSWERS} answers are allowed"
@@ -376,7 +376,7 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Return whether only the prompt is returned.
+        """Return whether the answer contains only the prompt.
 
         Raises InvalidRequest for ``max_tokens`` 0 without ``echo``.
         """
@@ -389,7 +389,7 @@ class CompletionRequest(GenerationOptions):
         request.echo = self.echo
         if self.echo and self.logprobs is not None:
             request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
-        if self.is_prompt_only:  # the worker must generate one token, which the answer omits
+        if self.is_prompt_only:  # a worker always generates a token; the answer omits it
             request.max_tokens = 1
         return request
 

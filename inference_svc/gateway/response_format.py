@@ -1,7 +1,4 @@
-"""Structured output options of OpenAI and vLLM.
-
-OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``.
-"""
+"""Structured output options: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _ANY_OBJECT = {"type": "object"}
 class JsonSchema(BodyModel):
     """``response_format.json_schema``.
 
-    Answers always follow the schema, ``strict`` or not. ``name`` and ``description`` have no effect.
+    Answers always follow the schema, even if ``strict`` is false. ``name`` and ``description`` have no effect.
     """
 
     name: str = ""
@@ -31,7 +28,7 @@ class JsonSchema(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """``response_format``; a ``schema`` beside ``json_object`` is llama.cpp's."""
+    """``response_format``. As in llama.cpp, ``json_object`` may have a ``schema``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -52,7 +49,7 @@ class ResponseFormat(BodyModel):
 class StructuredOutputs(BodyModel):
     """vLLM's ``structured_outputs``.
 
-    ``structural_tag`` and ``disable_additional_properties`` are refused.
+    Requests that set ``structural_tag`` or ``disable_additional_properties`` are refused.
     """
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
@@ -66,7 +63,10 @@ class StructuredOutputs(BodyModel):
     structural_tag: Any = None
 
     def kinds(self) -> dict[str, Any]:
-        """Return the kinds that are set, by the names of ``guided_*``. Raises UnsupportedOption."""
+        """Return each kind of grammar with its value, or None if the kind is not set. Raises UnsupportedOption.
+
+        The kinds are json, regex, choice and grammar.
+        """
         for name in ("structural_tag", "disable_additional_properties"):
             if getattr(self, name):
                 where = f"structured_outputs.{name}"
@@ -86,9 +86,9 @@ def one_grammar(
     guided: dict[str, Any],
     guided_whitespace: str | None,
 ) -> tuple[str, pb.Grammar | None]:
-    """Return the option that sets the request's grammar, and the grammar.
+    """Return the name of the option that sets the request's grammar, and the grammar.
 
-    Raises InvalidRequest for several.
+    Raises InvalidRequest if several options set a grammar, or if the grammar is too large.
     """
     found: list[tuple[str, pb.Grammar]] = []
     wanted = response_format.grammar() if response_format is not None else None
@@ -110,7 +110,7 @@ def one_grammar(
 
 
 def json_grammar(schema: dict[str, Any] | bool | str, whitespace: str | None = None) -> pb.Grammar:
-    """Return the grammar of JSON that follows a schema."""
+    """Return the grammar of all JSON texts that follow a schema."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Routes of a node's gateway: maps paths to handlers, adds the middleware."""
+"""Routes of a node's gateway: maps paths to handlers, and adds the middleware."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from inference_svc.gateway.static_files import StaticFiles
 def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     """Create the application; it polls the workers from startup to shutdown.
 
-    ``state.keys`` has the API keys, for a reload.
+    ``state.keys`` has the API keys; SIGHUP reloads them.
     """
     gateway = GatewayHandlers(config)
 
@@ -53,7 +53,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.state.keys, app.state.counters = gateway.keys, gateway.metrics
     app.add_middleware(DrainMiddleware, drain=app.state.drain)
     app.add_middleware(TracingMiddleware, tracer=tracer)
-    # Outside of the tracing: a request without a key gets no span.
+    # The guard is outside of the tracing middleware, so that a refused request gets no span.
     app.add_middleware(RequestGuard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
     add_outer_middleware(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])

@@ -1,4 +1,4 @@
-"""Served models: names that requests may use, and the workers behind them."""
+"""Served models: the names that requests may use, and the workers that serve them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class ServedModels:
         self._router, self._aliases = router, aliases
 
     def answer_model(self, model: str) -> str:
-        """Return the model name for answers: the requested one, or the served one."""
+        """Return the model name for an answer: the requested name or, without one, the served model's."""
         return model or next((w.model.model_id for w in self._router.workers if w.alive), "")
 
     def fingerprint(self, model: str) -> str | None:
-        """Return ``system_fingerprint`` of a model; None while no worker is known to serve it."""
+        """Return ``system_fingerprint`` of a model; None if no worker that was ever up serves the model."""
         served = self.resolve(model)
         found = next((w for w in self._router.workers if w.was_up and w.serves(served)), None)
         return None if found is None else openai_fields.fingerprint(found.model)
 
     def worker(self, name: str) -> Worker:
-        """Return a worker that serves the model, or any for an empty name.
+        """Return a live worker that serves the model. An empty name means any model.
 
         Raises UnknownModel, Unavailable.
         """
@@ -41,23 +41,23 @@ class ServedModels:
         return found
 
     def check(self, name: str) -> None:
-        """Raise UnknownModel for an unknown name.
+        """Raise UnknownModel for a name that no worker serves.
 
-        Models of a worker that is down still count, since it will restart.
+        The models of a worker that is down still count, because the worker will restart.
         """
         served, name = self._served(), self.resolve(name)
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))
 
     def resolve(self, name: str) -> str:
-        """Return the served model behind a name that may be an alias."""
+        """Return the name of the served model for a name that may be an alias."""
         return self._aliases.resolve(name, self._served())
 
     def _served(self) -> set[str]:
         return {name for w in self._router.workers if w.was_up for name in w.names}
 
     def entries(self, workers: Iterable[Worker]) -> list[dict[str, Any]]:
-        """Return the entries of all models of workers, and of their aliases."""
+        """Return the model list's entries for the workers' models and for the aliases of these models."""
         served = {name: w.model for w in workers for name in w.names}
         found = self._aliases.with_aliases(served)
         return [openai_fields.model(model, name, self._router.started) for name, model in found.items()]

@@ -1,4 +1,4 @@
-"""Serves the web page's files from memory: request paths never reach the file system."""
+"""Serves the web page's files from memory, so that request paths never reach the file system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-# No external resources, no inline scripts, no framing by other sites (CSP 3, www.w3.org/TR/CSP3).
+# The policy forbids external resources, inline scripts and framing by other sites (CSP 3, www.w3.org/TR/CSP3).
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -35,7 +35,7 @@ class _File:
 
 
 class StaticFiles:
-    """The page's files by name, read once at startup."""
+    """The page's files by name; the constructor reads them once."""
 
     def __init__(self, folder: Path = _FOLDER) -> None:
         self._files = {path.name: _read(path) for path in sorted(folder.iterdir()) if path.suffix in _TYPES}
@@ -47,7 +47,7 @@ class StaticFiles:
         return self._answer(request, request.path_params["name"])
 
     def _answer(self, request: Request, name: str) -> Response:
-        """Return a file. Raises HTTPException for an unknown name."""
+        """Return the response with a file. Raises HTTPException for an unknown name."""
         found = self._files.get(name)
         if found is None:
             raise HTTPException(404)

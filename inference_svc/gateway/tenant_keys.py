@@ -1,7 +1,7 @@
-"""Tenant API keys: tokens of the daemon's tenants file, each for its tenant's salts.
+"""Tenant API keys: the tokens in the daemon's tenants file.
 
-``docs/security.md`` describes the file. The daemon enforces quotas and TTLs of the salts; this module only decides
-which key may use which salt.
+``docs/security.md`` describes the file. This module only decides which key may use which salt; the daemon enforces the
+quotas and TTLs of the salts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from kvsidecar.tenants_file import parse_token_digest, read_tables, salt_of_tabl
 
 @dataclass(frozen=True)
 class TenantKey:
-    """The salts of all tables that list a key; an operator's key may use any salt."""
+    """The salts that a key may use: those of all tables that list the key. An operator's key may use any salt."""
 
     salts: tuple[str, ...]
     operator: bool = False
 
     def salt(self, asked: str) -> str:
-        """Return the salt for a request that asks for ``asked``. Raises PermissionDenied, InvalidRequest."""
+        """Return the salt for a request that asks for the salt ``asked``.
+
+        Raises PermissionDenied for another tenant's salt, and InvalidRequest if ``asked`` is empty and the key has
+        several salts.
+        """
         if self.operator or asked in self.salts:
             return asked
         if asked:
@@ -36,9 +40,9 @@ class TenantKey:
 
 
 def load_tenants(path: Path) -> Mapping[bytes, TenantKey]:
-    """Read the keys, by their SHA-256.
+    """Read the keys; the result maps the SHA-256 of a token to its key.
 
-    Raises ConfigurationError, whose text contains no salt and no token.
+    Raises ConfigurationError, whose message contains no salt and no token.
     """
     tables = read_tables(path).get("tenant", {})
     tenants: dict[bytes, TenantKey] = {}

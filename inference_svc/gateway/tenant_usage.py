@@ -1,4 +1,4 @@
-"""Cache usage per tenant (chunks, bytes), keyed by tenant root = hash(namespace, salt)."""
+"""Cache usage per tenant: chunks, tokens and bytes by tenant root."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 _PAGE, _MAX_PAGES = 1000, 20
 _FRESH_SECONDS, _TIMEOUT_SECONDS = 5.0, 5.0
 _COUNT_SECONDS, _MAX_ROOTS = 2.0, 256
-# The daemon counts a tenant's chunks one by one on its event loop; counting may use at most this share of its time.
+# The daemon counts a tenant's chunks on its event loop, one by one. The counts of one tenant may use at most this share
+# of the daemon's time.
 _MAX_DAEMON_SHARE = 0.05
 _SHORT = 8
 
 
 @dataclass
 class _Usage:
-    """Usage of one tenant in a namespace."""
+    """Usage of one tenant in one namespace."""
 
     chunks: int = 0
     tokens: int = 0
@@ -37,10 +38,7 @@ class _Usage:
 
 
 class TenantUsage:
-    """Usage of all tenants, from a cached scan of the daemon's chunk list.
-
-    Rescans on demand.
-    """
+    """Usage of all tenants, from a cached scan of the daemon's chunk list."""
 
     def __init__(self) -> None:
         self._sums: dict[bytes, _Usage] = {}
@@ -49,10 +47,10 @@ class TenantUsage:
         self._lock = asyncio.Lock()
 
     async def of_all(self, daemon: Any, names: dict[bytes, str]) -> dict[str, Any]:
-        """Return all tenants, the largest first.
+        """Return the usage of all tenants, the largest first; scans again if the last scan is too old.
 
-        ``complete`` is False when there were more chunks than one scan covers. ``names`` are display names by root.
-        Raises grpc.RpcError.
+        ``complete`` is False if the daemon has more chunks than one scan covers. ``names`` maps a tenant root to the
+        name that the page shows. Raises grpc.RpcError.
         """
         async with self._lock:
             if time.monotonic() - self._walked > _FRESH_SECONDS:
@@ -79,7 +77,7 @@ class TenantUsage:
 
 @dataclass(eq=False)
 class _Count:
-    """The daemon's count for one root, finished or in progress."""
+    """A count of one tenant's chunks by the daemon, finished or in progress."""
 
     task: asyncio.Task[pb.StatsResponse | grpc.RpcError]
     began: float = field(default_factory=time.monotonic)
@@ -92,9 +90,10 @@ class _Count:
 
 
 class TenantCounts:
-    """Usage of single tenants.
+    """Usage of single tenants, which the daemon counts on request.
 
-    Callers share a count that is in progress or fresh. Remembers the most recently used roots.
+    Callers share a count that is in progress, or that is recent enough. The counts of the most recently used tenant
+    roots stay in memory.
     """
 
     def __init__(self) -> None:
@@ -114,7 +113,7 @@ class TenantCounts:
         self._counts.move_to_end(root)
         while len(self._counts) > _MAX_ROOTS:
             self._counts.popitem(last=False)
-        found = await asyncio.shield(count.task)  # other callers may wait for it
+        found = await asyncio.shield(count.task)  # shielded, because other callers may wait for the same count
         if isinstance(found, grpc.RpcError):
             raise found
         return found
@@ -129,10 +128,7 @@ async def _counted(daemon: Any, request: pb.StatsRequest) -> pb.StatsResponse | 
 
 
 def usage_entry(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
-    """Return one tenant's entry, identified by the first digits of its root.
-
-    Never contains the salt.
-    """
+    """Return one tenant's usage, identified by the first digits of the tenant root and never by the salt."""
     return {
         "tenant": root.hex()[:_SHORT],
         "name": name,

@@ -17,7 +17,7 @@ from inference_svc.gateway.worker_router import Worker
 
 
 class TokenizeBody(BodyModel):
-    """Body of ``/tokenize``: a text, or a conversation for the model's chat template."""
+    """Body of ``/tokenize``: a text, or a conversation that the chat template renders."""
 
     model: str = ""
     prompt: str | None = None
@@ -30,7 +30,7 @@ class TokenizeBody(BodyModel):
     return_token_strs: bool | None = None
 
     def to_grpc(self) -> pb.Prompt:
-        """Convert to a Prompt. Raises InvalidRequest."""
+        """Convert the body to a prompt. Raises InvalidRequest."""
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("one of prompt and messages must be set", param="prompt")
         if self.prompt is not None:

@@ -1,4 +1,4 @@
-"""Validates request bodies; refuses unsupported options by name, ignores ones without effect."""
+"""Validates request bodies: refuses unsupported options by name, and ignores advisory options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound="BodyModel")
 
-# Options of OpenAI's or vLLM's API that this server lacks: refused unless they have a neutral value.
+# Options of OpenAI's or vLLM's API that this server does not support. It accepts only the neutral values listed here.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-# Advisory options: hints to the model, and options for the service around it. Accepted without effect.
+# Advisory options: hints to the model, and options for the service around the model. They are accepted without effect.
 IGNORED = (
     "user",
     "metadata",
@@ -48,10 +48,10 @@ IGNORED = (
     "include_reasoning",
     "separate_reasoning",
     "client_metadata",
-    # vLLM's; fast tokenizers, which are used here, ignore it.
+    # vLLM's option; it has no effect with fast tokenizers, and the workers use only these.
     "spaces_between_special_tokens",
 )
-# The same for Anthropic's API.
+# The same two groups of options in Anthropic's API.
 NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
     "compaction": (None,),
     "mcp_servers": (None, []),
@@ -71,20 +71,20 @@ IGNORED_OF_MESSAGES = (
     "user_profile_id",
     "workspace_id",
 )
-# UTF-8 cannot encode surrogates, so they occur only as escapes.
+# UTF-8 cannot encode surrogates, so a body can contain them only as JSON escapes.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_MAX_NAME_CHARS = 200  # of a client's field name in an error message
-_MAX_ALIKE = 3  # further fields that an error names because they are wrong in the same way
-# Parts of an error's location that name an alternative of a union (by its type) and no field.
+_MAX_NAME_CHARS = 200  # maximum length of a field name in an error message
+_MAX_ALIKE = 3  # maximum number of additional fields in an error message that are wrong in the same way
+# pydantic's error locations contain fields and, for a union, the type of an alternative. This matches the latter.
 _ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
-# repr() with the length limits of error messages.
+# repr() that shortens values for error messages.
 _SHORTENED = reprlib.Repr()
 _SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 27, 27
 _SHORTENED.maxstring = _SHORTENED.maxlong = 200
 
 
 def _refuse_surrogates(body: dict[str, Any]) -> None:
-    """Raise InvalidRequest for a lone surrogate, which JSON can contain and UTF-8 cannot encode."""
+    """Raise InvalidRequest for a lone surrogate, which JSON can express but UTF-8 cannot encode."""
     left: list[tuple[str, Any]] = [("", body)]
     while left:
         where, value = left.pop()
@@ -110,9 +110,9 @@ def parse(
     raw: bytes,
     body: Any,
 ) -> B:
-    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest.
+    """Validate the decoded ``body``, whose bytes are ``raw``.
 
-    Both errors name the field.
+    Raises UnsupportedOption and InvalidRequest; both name the wrong field.
     """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -138,10 +138,10 @@ def parse(
 
 
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
-    """Return the error of the first wrong field.
+    """Return one error, about the first wrong field.
 
-    For a union, each alternative reports errors: the error with the deepest location belongs to the alternative that
-    the client meant.
+    If the field is a union, pydantic reports errors for every alternative. The client probably meant the alternative
+    whose error has the deepest location.
     """
     errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
@@ -161,25 +161,25 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
 
 
 def _where(place: Sequence[int | str]) -> str:
-    """Return the name of the field at an error's location."""
+    """Return the field's name for an error's location, such as ``messages.0.content``."""
     name, *inside = place or ("the body",)
     found = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
     return found.removesuffix(".[key]")[:_MAX_NAME_CHARS]
 
 
 def _are_siblings(one: Sequence[int | str], other: Sequence[int | str]) -> bool:
-    """Return whether two locations are those of members of one object or list."""
+    """Return whether two locations are members of the same object or list."""
     return len(one) == len(other) and sum(a != b for a, b in zip(one, other, strict=True)) == 1
 
 
 def _options(kind: type[BaseModel], place: Sequence[int | str]) -> set[str]:
-    """Return the options at a location in a body; those of all alternatives for a union."""
+    """Return the options at a location in a body; for a union, the options of all its alternatives."""
     kinds = [kind]
     for step in place:
         inner = [f for k in kinds for name, f in k.model_fields.items() if step in (name, f.alias)]
         if inner:
             kinds = [k for field in inner for k in _models(field.annotation)]
-        else:  # perhaps the name of an alternative
+        else:  # the step may name an alternative of a union
             kinds = [k for k in kinds if k.__name__ == step] or kinds
     return {field.alias or name for k in kinds for name, field in k.model_fields.items()}
 

@@ -1,4 +1,4 @@
-"""Calls workers, and retries on another worker while the client has received nothing."""
+"""Calls workers, and retries on another worker before the client has received anything."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from inference_svc.gateway.http_tracing import FIRST_TOKEN, GENERATE_STREAM, cur
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait
 
-# A request moves from a worker that has been down for so long, although its connection stands: a stopped process.
+# A stopped process keeps its connections open but answers no poll. A request leaves a worker that was down for this
+# long.
 _SILENT_SECONDS, _LOOK_SECONDS = 3.0, 1.0
 
 
 class WorkerRetry:
-    """Generates one choice at a time. Runs on the event loop."""
+    """Sends the request of one choice to a worker, with retries. Runs on the event loop."""
 
     def __init__(self, config: GatewayConfig, router: WorkerRouter, metrics: GatewayMetrics, wait: WorkerWait) -> None:
         self._config, self._router, self._metrics, self._wait = config, router, metrics, wait
@@ -31,9 +32,10 @@ class WorkerRetry:
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield the messages of one choice, from the first worker that completes it.
 
-        If a worker fails before anything was yielded, another worker or its own successor replaces it. A request is
-        tried at most as often as there are workers (at least twice), so one that kills its worker does not kill all
-        workers again and again.
+        If a worker fails before the iterator has yielded a message, the request goes to another worker, or to the same
+        worker after its restart. The number of tries is at most the number of workers, but at least two. So a request
+        that crashes workers does not crash them again and again. With ``whole``, the messages are yielded only when the
+        choice is complete.
         """
         tried: list[str] = []
         timer, max_tries = self._metrics.answer(), max(2, len(self._router.workers))
@@ -90,10 +92,10 @@ class WorkerRetry:
     async def _first(
         self, worker: Worker, model: str, parts: AsyncIterator[pb.GenerateStreamResponse]
     ) -> pb.GenerateStreamResponse:
-        """Return a call's first message.
+        """Return the first message of a call.
 
-        Raises Unavailable if the worker falls silent while another one of the model is up, StopAsyncIteration without a
-        message.
+        Raises Unavailable if the worker stays silent while another worker that serves the model is up. Raises
+        StopAsyncIteration if the call ends without a message.
         """
         first = asyncio.ensure_future(anext(parts))
         try:
@@ -107,5 +109,5 @@ class WorkerRetry:
 
 
 def is_retryable(error: KVSidecarError) -> bool:
-    """Return whether another worker may succeed."""
+    """Return whether a retry on another worker may succeed."""
     return isinstance(error, Unavailable)

@@ -1,8 +1,8 @@
 """Routes requests to workers by prompt prefix and load.
 
-The worker that last processed the longest prefix of the prompt gets it, unless its load is too high; then the least
-busy worker does. Workers of a node share the cache daemon, so a wrong choice costs a load of chunks and never a
-prefill. ``fleet.fleet_router`` routes to the nodes of a fleet.
+A prompt goes to the worker that last processed the longest prefix of it. If that worker's load is too high, the prompt
+goes to the least busy worker. The workers of a node share the cache daemon, so a wrong choice costs only a load of
+chunks, never a prefill. ``fleet.fleet_router`` routes to the nodes of a fleet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger("gateway")
 
 _BLOCK_BYTES, _MAX_HASHED_BYTES = 256, 256 << 10
 _MAX_PREFIXES = 100_000
-# A worker may have this many more requests than the least busy one before load outweighs its prefix.
+# A worker with the longest prefix gets the prompt if it has at most this many more requests than the least busy worker.
 _MAX_LOAD_DIFFERENCE = 4
 # Prefixes that end with a message are hashed for this many messages, however short they are.
 _MAX_HASHED_MESSAGES = 64
@@ -35,8 +35,8 @@ _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
 # A worker that does not answer a poll within this time is down. A busy machine may delay a healthy worker by seconds.
 _POLL_TIMEOUT_SECONDS = 4.0
 _CALL_SECONDS = 60.0
-# Notices a worker as soon as it is up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
-# loads for 20 s.
+# With these options, the gateway notices a worker as soon as it is up. gRPC's default backoff grows with every failed
+# attempt: to 9 s while a model loads for 20 s.
 RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -46,37 +46,34 @@ RECONNECT = (
 
 @dataclass(eq=False)
 class Worker:
-    """One worker as the gateway sees it."""
+    """The gateway's state of one worker."""
 
     target: str
     client: AsyncClient
     alive: bool = False
-    down_at: float = 0.0  # when it stopped to be alive
-    was_up: bool = False  # it was alive at least once
+    down_at: float = 0.0  # monotonic time at which the worker went down
+    was_up: bool = False  # the worker was alive at least once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
     stats: pb.GetStatsResponse | None = None  # as last reported
     in_flight: int = 0
-    refused: set[str] = field(default_factory=set)  # adapter loads and unloads that it refused since it started
+    refused: set[str] = field(default_factory=set)  # adapters whose load or unload failed here
 
     @property
     def names(self) -> list[str]:
-        """Names that requests may use: its model and that model's adapters."""
+        """Names that requests may use: the worker's model, and the adapters of the model."""
         return [self.model.model_id, *(adapter.name for adapter in self.model.adapters)]
 
     def serves(self, name: str) -> bool:
-        """Return whether it serves the model or adapter of this name.
-
-        Every worker serves the empty name.
-        """
+        """Return whether the worker serves the model or adapter of this name; an empty name means any model."""
         return not name or name in self.names
 
     def namespace(self, name: str) -> bytes:
-        """Return the cache namespace of a model or adapter; empty without a cache."""
+        """Return the cache namespace of a model or adapter; empty if the worker has no cache daemon."""
         found = {adapter.name: adapter.namespace for adapter in self.model.adapters}
         return found.get(name, self.model.namespace)
 
     async def poll(self, prepare: Prepare | None = None) -> None:
-        """Query the worker's models, after ``prepare`` has applied missed adapter changes."""
+        """Query the worker's models. ``prepare`` first applies the adapter changes that the worker missed."""
         try:
             model = await self._model()
             if prepare is not None and await prepare(self, model):
@@ -102,12 +99,12 @@ class Worker:
             raise from_rpc(error) from error
 
     def error_of(self, error: grpc.RpcError) -> KVSidecarError:
-        """Return a failed call's error for the client: the worker's own, or a sentence for a gRPC status."""
+        """Return the client's error for a failed call: the worker's own error, or one for the gRPC status."""
         sent = sent_error(error)
         if sent is not None and not isinstance(sent, Cancelled):
             return sent
         found, code = from_rpc(error), error.code()
-        if code is grpc.StatusCode.CANCELLED:  # a client that goes away cancels the task of this call
+        if code is grpc.StatusCode.CANCELLED:  # not the client's cancellation, which cancels this task
             return Unavailable("the worker cancelled the request; try again")
         log.warning("a call to a worker failed", worker=self.target, error=str(found))
         if isinstance(found, DeadlineExceeded):
@@ -125,7 +122,7 @@ class Worker:
 
 
 Prepare = Callable[[Worker, pb.GetModelResponse], Awaitable[bool]]
-"""Prepares a worker that reports these models for requests; returns whether it changed anything."""
+"""Prepares a worker, which reports these models, for requests; returns whether it changed the worker."""
 
 
 class WorkerRouter:
@@ -154,7 +151,7 @@ class WorkerRouter:
 
     @property
     def alive(self) -> list[Worker]:
-        """The workers that answer. Raises Unavailable when there are none, with the likely cause."""
+        """The workers that answer polls. If none does, raises Unavailable with the likely cause."""
         found = [w for w in self.workers if w.alive]
         if not found:
             raise Unavailable(self._unavailable_reason())
@@ -162,7 +159,7 @@ class WorkerRouter:
 
     @property
     def was_up(self) -> bool:
-        """Return whether any worker was up once, and may restart."""
+        """Return whether at least one worker was ever up, so that a restart is likely."""
         return any(w.was_up for w in self.workers)
 
     def _unavailable_reason(self) -> str:
@@ -171,7 +168,7 @@ class WorkerRouter:
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
     def pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
-        """Choose a worker for a request. Raises Unavailable if none with its model is up."""
+        """Choose a worker for a request. Raises Unavailable if no worker outside of ``excluded`` serves its model."""
         able = [w for w in self.workers if w.alive and w.target not in excluded and w.serves(request.model)]
         if not able:
             raise Unavailable(self._unavailable_reason())
@@ -192,12 +189,12 @@ class WorkerRouter:
 
 
 def _scoped(*scope: bytes) -> Any:
-    """Return a hash object over a scope; nothing is reused across scopes."""
+    """Return a hash object that contains a scope, such as model and salt: workers share no prefixes across scopes."""
     return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in scope))
 
 
 def _routing_key_hash(request: pb.GenerateRequest) -> list[bytes]:
-    """Return the hash of the request's ``prompt_cache_key``, which counts where no prefix decides."""
+    """Return the hash of the request's ``prompt_cache_key``; it decides if no worker has processed a prefix."""
     scope = request.model.encode(), request.cache.tenant_salt, request.cache.prompt_cache_key.encode()
     return [_scoped(b"key", *scope).digest()] if request.cache.prompt_cache_key else []
 
@@ -206,7 +203,7 @@ def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
     """Return chained hashes of prefixes of the prompt, shortest first.
 
     A prefix ends after each block of bytes, and after each of a chat's first messages. Equal prefixes have equal
-    hashes. Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
+    hashes. The function hashes at most ``_MAX_HASHED_BYTES``, because it runs on the event loop.
     """
     digest = _scoped(request.model.encode(), request.cache.tenant_salt)
     is_chat = request.prompt.WhichOneof("kind") == "chat"
@@ -226,11 +223,11 @@ def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
 
 
 def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
-    """Yield the prompt's tools and messages, or its only part; at least as much of it as is hashed."""
+    """Yield the prompt in parts: tools and messages of a chat. Yields at least the first ``_MAX_HASHED_BYTES``."""
     kind, size = prompt.WhichOneof("kind"), 0
     if kind == "text":
         yield prompt.text[:_MAX_HASHED_BYTES].encode()
-    elif kind == "chat":  # chat templates put the tools first
+    elif kind == "chat":  # in the order of chat templates: tools first
         for part in chain(prompt.chat.tools, prompt.chat.messages):
             if size >= _MAX_HASHED_BYTES:
                 return

@@ -1,4 +1,4 @@
-"""Lets requests wait for a worker's restart when none is up."""
+"""Delays requests while no worker is up and one restarts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_WAITING, _POLL_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
 
 
 class WorkerWait:
-    """Picks workers; when all are down that were up before, waits for a restart.
+    """Picks workers; if all workers are down and one was up before, waits for a restart.
 
-    Waits at most ``worker_wait_seconds``. While the supervisor reports that it is starting a worker, that time does not
-    begin, for at most ``worker_start_seconds``. Runs on the event loop.
+    A request waits for at most ``worker_wait_seconds``. While the supervisor reports that it is starting a worker, this
+    time does not run, but for at most ``worker_start_seconds``. Runs on the event loop.
     """
 
     def __init__(self, router: WorkerRouter, config: GatewayConfig) -> None:
@@ -34,8 +34,8 @@ class WorkerWait:
     async def pick(self, request: pb.GenerateRequest, excluded: set[str], max_seconds: float | None) -> Worker:
         """Return the router's choice, after a wait if necessary.
 
-        After a wait, no worker is excluded: a failed worker that is up again has restarted. ``max_seconds`` is the
-        client's own limit. Raises Unavailable.
+        After a wait, the method ignores ``excluded``, because a failed worker that is up again has restarted.
+        ``max_seconds`` is the client's own limit. Raises Unavailable.
         """
         try:
             return self._router.pick(request, excluded)
@@ -64,7 +64,7 @@ class WorkerWait:
     def is_starting(self) -> bool:
         """Return whether this process's supervisor reports that it is starting a worker.
 
-        Cached for half a second.
+        The method reads the reports at most every half second.
         """
         folder, now = self._config.supervisor_dir, time.monotonic()
         if folder is None:
@@ -79,7 +79,7 @@ class WorkerWait:
 
 
 def preferred_wait_seconds(headers: Headers) -> float | None:
-    """Return the client's own limit from ``Prefer: wait=N`` (RFC 7240); None without one."""
+    """Return the client's limit for waiting, from ``Prefer: wait=N`` (RFC 7240); None without the header."""
     for preference in ",".join(headers.getlist("prefer")).split(","):
         name, _, value = preference.partition(";")[0].partition("=")
         if name.strip().lower() == "wait" and value.strip().strip('"').isdecimal():

@@ -78,7 +78,7 @@ def test_steps_share_one_limit(tmp_path: Path) -> None:
 
 
 class Idle:
-    """Kernels that write nothing."""
+    """Kernels that write no memory."""
 
     def launch(self, *_: object) -> None:
         pass

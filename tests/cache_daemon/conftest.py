@@ -1,4 +1,4 @@
-"""A real daemon process, and a small client that speaks its protocol."""
+"""A real daemon process, and a small client of its protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GEOMETRY", "Peer", "code_of", "descriptor", "payload_of", "store_fil
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Node]]:
-    """Starts daemons without workers; they end with the test."""
+    """Return a function that starts nodes without workers; the nodes end with the test."""
     with ExitStack() as stack:
 
         def launch(**flags: Any) -> Node:
@@ -41,7 +41,7 @@ def peer(daemon: Node) -> Iterator[Peer]:
 
 
 def code_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
-    """The status and text that a call fails with."""
+    """Return the status and the message of a call that fails."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return caught.value.code(), caught.value.details() or ""

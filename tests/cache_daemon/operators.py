@@ -1,4 +1,4 @@
-"""Operators' commands, run in this process or a terminal."""
+"""Operators' commands, which run in this process or in a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "kvsidecar.cli.root_command", "cache"]
 
 
 def cache(*arguments: object, of: Node | None = None) -> str:
-    """Run ``kvsidecar cache`` and return its output through a pipe. Raises what it raises."""
+    """Run ``kvsidecar cache`` with its output in a pipe; return the output. Raises the command's exceptions."""
     where = ["--socket", str(of.cache_socket)] if of is not None else []
     result = CliRunner().invoke(app, ["cache", *map(str, arguments), *where])
     if isinstance(result.exception, KVSidecarError):
@@ -31,7 +31,7 @@ def cache(*arguments: object, of: Node | None = None) -> str:
 
 
 def on_store(*arguments: object, expect: int = 0) -> str:
-    """Run a command on a stopped daemon's store and return its output. Raises what it raises."""
+    """Run a command on the store of a stopped daemon; return its output. Raises the command's exceptions."""
     result = CliRunner().invoke(offline.app, [str(a) for a in arguments])
     if isinstance(result.exception, KVSidecarError):
         raise result.exception
@@ -40,7 +40,7 @@ def on_store(*arguments: object, expect: int = 0) -> str:
 
 
 def in_terminal(arguments: list[str], columns: int = 100, press: bytes = b"", after: str = "") -> str:
-    """Run ``kvsidecar cache`` in a terminal and return its output; ``press`` is typed once ``after`` was seen."""
+    """Run ``kvsidecar cache`` in a terminal; return its output. Types ``press`` when ``after`` has appeared."""
     master, slave = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "LINES": "60", "TERM": "xterm"}
     process = subprocess.Popen([*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment)
@@ -52,7 +52,7 @@ def in_terminal(arguments: list[str], columns: int = 100, press: bytes = b"", af
             if select.select([master], [], [], 0.1)[0]:
                 try:
                     shown += os.read(master, 65536)
-                except OSError:  # the other end is closed
+                except OSError:  # the process has closed the terminal
                     break
             if press and after.encode() in shown:
                 os.write(master, press)

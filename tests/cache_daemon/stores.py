@@ -1,4 +1,4 @@
-"""A store in this process, with a durable tier that fails, waits and loses on command."""
+"""Store in this process, with a durable tier that fails and waits on command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.cache_daemon.doubles.memory_tier import MemoryTier
 
 @dataclass
 class FakeClock:
-    """Seconds that a test advances."""
+    """A clock in seconds, which the test advances."""
 
     now: float = 1_000_000.0
 
@@ -39,7 +39,7 @@ class FakeClock:
 
 @dataclass
 class Bench:
-    """A running store with one session, and a worker's operations in short."""
+    """A running store with one session, and short forms of a worker's operations."""
 
     store: ChunkStore
     tier: FaultyTier
@@ -64,7 +64,7 @@ class Bench:
         return header
 
     def fill(self, reserved: ReserveResult, ids: list[int], session: Session | None = None) -> tuple[bytes, int]:
-        """Write the payload that belongs to the tokens. Returns an item for Commit."""
+        """Write the payload that belongs to a reservation's tokens; return an item for Commit."""
         staging = (session or self.session).staging
         assert staging is not None
         assert reserved.staged is not None
@@ -75,7 +75,7 @@ class Bench:
     async def put(
         self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"", session: Session | None = None
     ) -> tuple[bytes, int]:
-        """Store a chunk. Returns its prefix hash and its outcome."""
+        """Store a chunk; return its prefix hash and the outcome of the commit."""
         session = session or self.session
         reserved = self.store.reserve(session, salt, [self.header(ids, start, parent)])[0]
         assert reserved.outcome == pb.RESERVE_OUTCOME_GRANTED, pb.ReserveOutcome.Name(reserved.outcome)
@@ -83,7 +83,7 @@ class Bench:
         return reserved.prefix_hash, outcomes[0]
 
     async def found(self, ids: list[int], salt: bytes = b"", session: Session | None = None) -> int:
-        """Match, check every byte of whole chunks, and release. Returns the tokens found."""
+        """Match a prompt, check every byte of whole chunks, and release; return the number of found tokens."""
         session = session or self.session
         result = await self.store.match(session, salt, keys.token_bytes(ids))
         at = 0
@@ -109,9 +109,9 @@ async def opened(
     clock: FakeClock | None = None,
     remote: RemoteSettings | None = None,
 ) -> AsyncIterator[Bench]:
-    """Run a store for the length of a block. It is checked at the end; nothing may be leased by then.
+    """Run a store during the block, then check its invariants. No lease may remain at the end.
 
-    ``limits`` are by salt.
+    ``limits`` has a tenant's limits by the salt.
     """
     by_id = {keys.tenant_id(salt): of for salt, of in (limits or {}).items()}
     clock, faulty = clock or FakeClock(), FaultyTier(tier or MemoryTier())

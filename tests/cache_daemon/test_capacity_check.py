@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class LimitedDaemon:
-    """A daemon's process under a limit."""
+    """A daemon process under a memory limit."""
 
     def __init__(self, limit: MemoryLimit, folder: Path, *flags: str) -> None:
         self.log, self.socket = folder / "log", folder / "cache.sock"
@@ -50,7 +50,7 @@ class LimitedDaemon:
             return CacheServiceStub(channel).Stats(pb.StatsRequest(), timeout=60, wait_for_ready=True)
 
     def kill_for_memory(self, limit: MemoryLimit) -> None:
-        """Let another process of the group take memory until the kernel ends the daemon, its first choice."""
+        """Let another process of the group take memory until the kernel kills the daemon, which it prefers."""
         (child,) = psutil.Process(self.process.pid).children()
         Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")
         greedy = limit.launch(["timeit", "-n1", "-r1", "bytearray(1 << 30)"], dict(os.environ), subprocess.DEVNULL)

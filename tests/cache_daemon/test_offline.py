@@ -28,7 +28,7 @@ THIRD = [9, 9, 9]
 
 
 class Usage(NamedTuple):
-    """Of a disk, as ``shutil`` tells it."""
+    """Usage of a disk, in the form of ``shutil.disk_usage``."""
 
     total: int
     used: int

@@ -61,7 +61,7 @@ def slowness() -> float:
 
 @dataclass
 class Bench:
-    """A store with a door, and a clock that can be set forward."""
+    """A store behind a listener, and a clock that the test can advance."""
 
     store: ChunkStore
     address: str
@@ -71,7 +71,7 @@ class Bench:
     root: bytes = field(default_factory=lambda: keys.tenant_root(keys.namespace_id(descriptor()), b""))
 
     def add(self, parent: Chunk | None, ids: bytes, root: bytes = b"") -> Chunk:
-        """Lists a chunk as a commit does, without its payload."""
+        """Add a chunk to the index as a commit does, but without a payload."""
         tiers, root = self.store.tiers, root or self.root
         header = new_header(GEOMETRY, memoryview(ids).cast("I").tolist(), parent.end_position if parent else 0)
         header.ClearField("token_ids")
@@ -87,14 +87,14 @@ class Bench:
         return chunk
 
     def star(self, count: int, root: bytes = b"") -> Chunk:
-        """One chunk that ``count`` others continue."""
+        """Add one chunk with ``count`` children."""
         first = self.add(None, keys.token_bytes([1 << 20]), root)
         for n in range(count):
             self.add(first, keys.token_bytes([n]), root)
         return first
 
     def chain(self, tokens: int, each: int) -> None:
-        """One long prompt, ``0, 1, 2, …``."""
+        """Add the chunks of one long prompt, ``0, 1, 2, …``."""
         parent = None
         for at in range(0, tokens, each):
             parent = self.add(parent, keys.token_bytes(list(range(at, at + each))))

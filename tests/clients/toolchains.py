@@ -1,4 +1,4 @@
-"""How each client is built and run, and what is missing where it cannot be."""
+"""Toolchains of the clients in other languages: how to build and run each, and why one is missing."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _BUILD_SECONDS = 170
 
 @dataclass(frozen=True)
 class Toolchain:
-    """One language."""
+    """The toolchain of one language."""
 
     name: str
     commands: tuple[str, ...]
-    """Programs that it needs."""
+    """Programs that the toolchain needs."""
     files: tuple[str, ...]
-    """Further files that it needs, of Debian's packages that ``clients/NAME/README.md`` names."""
+    """Other files that it needs, from the Debian packages that ``clients/NAME/README.md`` names."""
     build: tuple[tuple[str, ...], ...]
     run: Callable[[str], list[str]]
-    """The command of ``facts`` or ``example``."""
+    """Returns the command that runs the program ``facts`` or ``example``."""
     unix: bool = True
-    """Whether its gRPC speaks to Unix sockets; else it is given a port."""
+    """True if the language's gRPC supports Unix sockets; otherwise the client gets a TCP port."""
 
     @property
     def folder(self) -> Path:
         return ROOT / "clients" / self.name
 
     def missing(self) -> str:
-        """What is not installed; empty when all is there."""
+        """Return the names of missing programs and files; empty if all are installed."""
         programs = [c for c in self.commands if shutil.which(c) is None]
         return ", ".join([*programs, *(f for f in self.files if not Path(f).exists())])
 
     def make(self) -> None:
-        """Builds it. Raises AssertionError with the compiler's words."""
+        """Build the client. Raises AssertionError with the compiler's output."""
         for command in self.build:
             done = subprocess.run(
                 command, cwd=self.folder, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False
@@ -47,7 +47,7 @@ class Toolchain:
             assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
     def say(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs ``facts`` or ``example``."""
+        """Run the program ``facts`` or ``example``; return its output."""
         return subprocess.run(
             [*self.run(program), *arguments],
             cwd=self.folder, capture_output=True, text=True, timeout=90, check=False,
@@ -55,7 +55,7 @@ class Toolchain:
         )  # fmt: skip
 
     def facts(self, *arguments: str) -> dict[str, str]:
-        """The lines of ``facts``."""
+        """Return the output lines of the program ``facts``."""
         done = self.say("facts", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return dict(line.split("\t", 1) for line in done.stdout.splitlines())
@@ -102,7 +102,7 @@ TOOLCHAINS = [
 
 
 def main() -> None:
-    """``make clients``: builds what can be built, and says what is missing for the rest."""
+    """Build all clients whose toolchain is installed (``make clients``); for others, print the missing parts."""
     for toolchain in TOOLCHAINS:
         missing = toolchain.missing()
         if missing:

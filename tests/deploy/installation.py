@@ -1,4 +1,4 @@
-"""Copies of this checkout, wheels built from them, and environments with such a wheel."""
+"""Copies of this checkout, wheels that are built from the copies, and environments with such a wheel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.node import free_port
 from tests.deploy.playing import wait_for
 
 ROOT = Path(__file__).parents[2]
-# As pip calls them: https://peps.python.org/pep-0517/ and pep-0660
+# Hooks that pip calls (https://peps.python.org/pep-0517/ and pep-0660).
 _BACKEND = "import sys; sys.path.insert(0, 'kernels'); import build_backend as b; b.{}(sys.argv[1])"
 _START_SECONDS = 300
 
@@ -45,7 +45,7 @@ def copy_checkout(checkout: Path) -> None:
 
     Skips the test outside a checkout, or if setuptools is too old.
     """
-    # Not by importing it: it would take distutils' place in this process.
+    # The version comes from the metadata: importing setuptools would replace distutils in this process.
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("this environment's setuptools is older than 77")
     files = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
@@ -59,22 +59,23 @@ def copy_checkout(checkout: Path) -> None:
 
 
 def copy_libraries(source: Path) -> None:
-    """Copy this checkout's CPU kernels; with unchanged sources they are not compiled again."""
+    """Copy this checkout's CPU kernels, so that a build with unchanged sources need not compile them."""
     if LIBRARIES.is_dir():
         shutil.copytree(LIBRARIES, source / LIBRARIES.relative_to(ROOT))
 
 
 def build(hook: str, source: Path, made: Path, suffix: str) -> Path:
-    """Return the artefact that a hook of the build backend creates in the folder ``made``."""
+    """Run a hook of the build backend; return the artefact that it creates in the folder ``made``."""
     run(sys.executable, "-c", _BACKEND.format(hook), str(made), folder=source)
     (found,) = made.glob(f"*{suffix}")
     return found
 
 
 def environment_with(wheel: Path, environment: Path) -> Path:
-    """Return an environment with the wheel and all packages of this one except ours."""
+    """Create an environment with the wheel, and with all packages of this environment except ours."""
     packages = _environment(wheel, environment)
-    # The others, as a line of a path file adds them: an editable install of ours is none of them.
+    # A .pth file adds the folder with the other packages. It does not contain ours, because ours is an editable
+    # install.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return environment
 
@@ -82,7 +83,7 @@ def environment_with(wheel: Path, environment: Path) -> Path:
 def environment_of(wheel: Path, environment: Path, extra: str = "") -> Path:
     """Create an environment with the packages that ``pip install kvsidecar[extra]`` would install.
 
-    The packages are those of this environment, file by file as links, so that nothing is downloaded.
+    The environment has links to the files of these packages in this environment, so nothing is downloaded.
     """
     packages = _environment(wheel, environment)
     for name in closure(declared(extra)):
@@ -96,7 +97,7 @@ def environment_of(wheel: Path, environment: Path, extra: str = "") -> Path:
 
 
 def declared(extra: str = "") -> list[Requirement]:
-    """Return pyproject.toml's requirements of the base installation and of an extra, with nested extras."""
+    """Return the requirements in pyproject.toml of the base installation and of an extra, nested extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     extras = [extra] if extra else []
@@ -110,7 +111,7 @@ def declared(extra: str = "") -> list[Requirement]:
 
 
 def closure(requirements: list[Requirement]) -> set[str]:
-    """Return the names of the distributions that requirements need, by the metadata of the installed ones."""
+    """Return the names of all distributions that requirements need, from the metadata of the installed ones."""
     found: set[str] = set()
     wanted = [(requirement, "") for requirement in requirements]
     for requirement, extra in wanted:
@@ -124,7 +125,7 @@ def closure(requirements: list[Requirement]) -> set[str]:
 
 
 def _environment(wheel: Path, environment: Path) -> Path:
-    """Install the wheel alone; return the folder of packages."""
+    """Create an environment with only the wheel; return its folder of packages."""
     folder = environment.parent
     run(sys.executable, "-m", "venv", "--without-pip", str(environment), folder=folder)
     python = str(environment / "bin" / "python")
@@ -134,7 +135,7 @@ def _environment(wheel: Path, environment: Path) -> Path:
 
 
 def serves(environment: Path, folder: Path, runtime_dir: Path) -> str:
-    """Start a node of the environment from a folder, query and stop it; return the page that it served."""
+    """Start a node from the environment, query it, and stop it; return the page that the node served."""
     kvsidecar, port = str(environment / "bin" / "kvsidecar"), free_port()
     flags = ("--port", str(port), "--runtime-dir", str(runtime_dir), "--store", "none")
     node = subprocess.Popen([kvsidecar, "serve", "demo", *flags], cwd=folder, env=without_paths())

@@ -1,4 +1,4 @@
-"""Rendered manifests, as a cluster would get them."""
+"""Kubernetes manifests, rendered as a cluster would get them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _built(name: str) -> list[Resource]:
 
 
 def _combined(components: str, folder: Path) -> Path:
-    """Write an overlay of components, in this order."""
+    """Write an overlay that has these components in this order."""
     above = os.path.relpath(KUBERNETES, folder)
     overlay = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -55,9 +55,9 @@ def _combined(components: str, folder: Path) -> Path:
 
 
 def resources(name: str) -> list[Resource]:
-    """Return all resources of ``base``, ``overlays/NAME`` or components ``A+B``, read-only.
+    """Return all resources of ``base``, of ``overlays/NAME``, or of the components ``A+B``.
 
-    Skips the test if no program can render them.
+    The result is shared, so the caller must not change it. Skips the test if no program can render manifests.
     """
     return _built(name)
 
@@ -67,7 +67,7 @@ def of_kind(name: str, *kinds: str) -> list[Resource]:
 
 
 def pods(name: str) -> list[Resource]:
-    """Return the specifications of all pods."""
+    """Return the pod specifications of all workloads."""
     return [r["spec"]["template"]["spec"] for r in of_kind(name, "StatefulSet", "DaemonSet", "Deployment", "Job")]
 
 
@@ -76,7 +76,7 @@ def containers(pod: Resource) -> list[Resource]:
 
 
 def settings(name: str, container: Resource) -> dict[str, str]:
-    """Return a container's environment, without cluster-provided values."""
+    """Return the environment variables of a container, without values that only a cluster knows."""
     maps = {r["metadata"]["name"]: r["data"] for r in of_kind(name, "ConfigMap")}
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):

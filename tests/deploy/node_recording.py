@@ -1,7 +1,7 @@
 """Recording of a node's metrics under load: python -m tests.deploy.node_recording.
 
-Scrapes gateway, worker and daemon of a real node while prompts with common beginnings arrive, and keeps the series of
-the dashboard's first row in recorded_node.json.
+The command scrapes gateway, worker and daemon of a real node while prompts with common prefixes arrive. It writes the
+series of the dashboard's first row to recorded_node.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DOCUMENT = "The daemon keeps keys and values of every chunk of this text. " * 3
 
 
 def main() -> None:
-    """Write the recording."""
+    """Record a node's metrics and write the file."""
     ports = {"daemon": free_port(), "worker": free_port()}
     flags = {"metrics_port": ports["worker"], "resident_sequences": 0}
     series: dict[str, list[float | None]] = {}
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _scrape(process: str, text: str, at: int, wanted: set[str], series: dict[str, list[float | None]]) -> None:
-    """Add a scrape's samples of the wanted metrics, with the labels that Prometheus adds."""
+    """Add the samples of the wanted metrics from one scrape, with the labels that Prometheus would add."""
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         metric, _, labels = name.partition("{")

@@ -1,9 +1,9 @@
-"""A manifest's pod under podman, with the kubelet's steps that podman 4 lacks.
+"""A manifest's pod under podman. This module does the kubelet's steps that podman 4 lacks.
 
-- A native sidecar becomes a container that starts first: podman waits for the end of init containers.
-- Volumes are folders of the host, with the owner and mode that a kubelet sets by fsGroup.
-- The image has no files: the machine's own /usr, interpreter and checkout are mounted, read-only.
-- No network except the pod's loopback; the test runs the probes.
+- A native sidecar becomes a normal container that starts first, because podman waits for the end of init containers.
+- Volumes are folders of the host, with the owner and mode that a kubelet would set by fsGroup.
+- The image is empty. The machine's own /usr, interpreter and checkout are mounted read-only.
+- The pod has no network but its loopback. The test runs the probes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _READABLE = tuple(dict.fromkeys(("/usr", "/etc/ld.so.cache", sys.base_prefix, sy
 _MERGED = ("bin", "lib", "lib64", "sbin")
 
 
-# Where limits may not be raised, not even by root, a container cannot have podman's own, which are higher.
+# On some machines, not even root may raise limits. Containers then cannot have podman's default limits, which are
+# higher.
 _CONFIGURATION = """
 [containers]
 log_driver = "k8s-file"
@@ -40,15 +41,15 @@ default_ulimits = ["nofile={0}:{0}", "nproc=4096:4096"]
 
 
 class Podman:
-    """podman with storage of its own, and the first runtime that works on this machine."""
+    """podman with its own storage folder, and with the first container runtime that works on this machine."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError, with the attempts, if no container can run."""
+        """Find a runtime. Raises RuntimeError, which lists the attempts, if no container can run."""
         folder.mkdir()
         (folder / "containers.conf").write_text(
             _CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8"
         )
-        # Paths of more than 50 characters are refused.
+        # podman refuses paths of more than 50 characters.
         self._state = tempfile.mkdtemp(prefix="kvs-")
         self._environment = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
         self._command: list[str] = []
@@ -77,11 +78,11 @@ class Podman:
         return done.stdout.decode().strip()
 
     def close(self) -> None:
-        """Remove files outside the folder, unless a container uses them."""
+        """Remove podman's files outside of its folder, unless a container uses them."""
         shutil.rmtree(self._state, ignore_errors=True)
 
     def _import_empty_image(self) -> None:
-        """Import an image that contains only links."""
+        """Import an image that contains only symbolic links."""
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w") as tar:
             for name in _MERGED:
@@ -94,9 +95,9 @@ class Podman:
 def pod_of(
     folder: Path, model_settings: dict[str, str], build: str = "base", engine_flags: tuple[str, ...] = ()
 ) -> str:
-    """Return the pod's YAML with its configuration; create its volumes' folders in ``folder``.
+    """Return the YAML of a pod and its configuration; create the folders of its volumes in ``folder``.
 
-    ``model_settings`` and ``engine_flags`` are added to our worker, or to vLLM.
+    Our worker gets ``model_settings`` in addition, and vLLM gets ``engine_flags``.
     """
     (nodes,) = of_kind(build, "StatefulSet")
     template = copy.deepcopy(nodes["spec"]["template"])
@@ -121,7 +122,7 @@ def pod_of(
 def _here(container: dict[str, Any], given: dict[str, str], engine_flags: tuple[str, ...]) -> None:
     container["image"], container["imagePullPolicy"] = IMAGE, "Never"
     if container.get("command") == ["vllm", "serve"]:
-        # The CPU's vLLM has no command. podman does not replace variables in arguments.
+        # vLLM's CPU build has no command of its own, and podman does not replace variables in arguments.
         container["command"] = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
         container["args"] = [given["MODEL"] if a == "$(MODEL)" else a for a in container["args"]]
         container["args"] += engine_flags

@@ -1,4 +1,4 @@
-"""A node whose processes may be of different releases, and clients that use it meanwhile."""
+"""Node whose processes may come from different releases, and clients that use the node meanwhile."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from benchmarks.node import free_port
 from tests.deploy.playing import wait_for
 
 ROOT = Path(__file__).parents[2]
-# The last release, and its commit: a clone of this repository may not have its tag.
+# The last release and its commit. The commit is needed because a clone of this repository may not have the tag.
 PREVIOUS, PREVIOUS_COMMIT = "v0.1.0", "675eaf6dfeaaca829ab9578a6a0f87c431f59e0b"
 PACKAGES = ("", "clients/python", "kernels")
 START_SECONDS = 180
-# Clients that read the old gateway's address just before have connected by then; 0.1.0 closes its port at once.
+# Wait before the old gateway ends: clients that have just read its address must connect first, because 0.1.0 closes its
+# port at once.
 _CONNECT_SECONDS = 2.0
 TEXT = "Chapter {}: the harbour was quiet that morning, and the boats lay still beside the quay. "
 PROMPTS = tuple(TEXT.format(number) * 10 for number in range(8))
@@ -34,14 +35,14 @@ PROMPTS = tuple(TEXT.format(number) * 10 for number in range(8))
 
 @dataclass(frozen=True)
 class Release:
-    """A release's name, the folder of its sources, and settings for its processes."""
+    """A release: its name, the folder of its sources, and the settings of its processes."""
 
     name: str
     folder: Path = ROOT
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-        """Start Python with these arguments and the release's packages."""
+        """Start Python with these arguments and with the packages of the release."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
         own |= self.settings
         own["PYTHONPATH"] = os.pathsep.join(str(self.folder / package) for package in PACKAGES)
@@ -49,7 +50,7 @@ class Release:
 
 
 def previous_release(folder: Path) -> Release:
-    """Return the last release, from its commit, with its CPU kernels. Skips the test in a shallow clone."""
+    """Check out the last release and build its CPU kernels. Skips the test in a shallow clone."""
     archive = subprocess.run(
         ["git", "archive", PREVIOUS_COMMIT], cwd=ROOT, capture_output=True, timeout=60, check=False
     )  # fmt: skip
@@ -63,7 +64,7 @@ def previous_release(folder: Path) -> Release:
 
 
 class MixedNode:
-    """A daemon, two workers and a gateway, each replaceable by one of another release."""
+    """A daemon, two workers and a gateway. Each can be replaced by a process of another release."""
 
     def __init__(self, folder: Path, release: Release) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -79,10 +80,10 @@ class MixedNode:
         self._start_gateway(release)
 
     def replace(self, process: str, release: Release) -> None:
-        """Roll one process as an orchestrator does; return when its successor serves."""
+        """Replace one process as an orchestrator does; return when the new process serves."""
         if process == "gateway":
             old = self._processes.pop("gateway")
-            self._start_gateway(release)  # clients change before the old one ends
+            self._start_gateway(release)  # clients use the new gateway before the old one ends
             time.sleep(_CONNECT_SECONDS)
             _end(old)
             return
@@ -100,7 +101,7 @@ class MixedNode:
             return 0
 
     def ask(self, prompt: str, *, stream: bool = False) -> tuple[str, int]:
-        """Return text and cached tokens of an answer. Raises AssertionError unless it is complete."""
+        """Return an answer's text and its number of cached tokens. Raises AssertionError for an incomplete answer."""
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": stream}
         if not stream:
             answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
@@ -162,21 +163,21 @@ class MixedNode:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        assert process.wait(1000) in (0, -signal.SIGTERM)  # 0.1.0's gateway ends by the signal itself
+        assert process.wait(1000) in (0, -signal.SIGTERM)  # the signal itself ends the gateway of 0.1.0
     finally:
         process.kill()
 
 
 @dataclass
 class Traffic:
-    """Answers and failures of the clients so far."""
+    """Answers and failures of the clients."""
 
     answers: int = 0
     failures: list[str] = field(default_factory=list)
 
     @contextmanager
     def on(self, node: MixedNode, clients: int = 3) -> Iterator[Traffic]:
-        """Ask all the time, whole and streamed, until the block ends."""
+        """Send requests for complete answers and streams until the block ends."""
         over = threading.Event()
 
         def ask(client: int) -> None:

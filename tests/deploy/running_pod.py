@@ -1,4 +1,4 @@
-"""Pod under podman, with requests from inside its network namespace."""
+"""Pod under podman; requests come from inside its network namespace."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 
 from tests.deploy.playing import Podman, pod_of, wait_for
 
-START_SECONDS = 400  # of a model, with room for a machine that does much else
+START_SECONDS = 400  # start of a model on a busy machine
 PROMPT = "The harbour was quiet that morning, and the boats lay still. " * 24
 CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def podman_in(folder: Path) -> Podman:
-    """Return podman; skips the test, with the reason, if no pod can run."""
+    """Return podman. Skips the test with the reason if no pod can run."""
     if shutil.which("podman") is None:
         pytest.skip("podman is not installed (Debian: podman runc catatonit)")
     if os.geteuid() != 0:
@@ -36,14 +36,14 @@ def podman_in(folder: Path) -> Podman:
 
 
 class Pod:
-    """Running pod of a manifest, whose volumes are in the manifest's folder."""
+    """Running pod of a manifest. Its volumes are in the folder of the manifest."""
 
     def __init__(self, podman: Podman, manifest: Path, model: str) -> None:
         self.podman, self._manifest, self._model = podman, manifest, model
         self._play()
 
     def roll(self) -> None:
-        """End the pod as a kubelet does, and start its successor, with the same claims and a new ``run``."""
+        """End the pod as a kubelet does, and start a new one with the same claims and an empty volume ``run``."""
         self.podman("pod", "stop", "--time", "75", "kvsidecar", seconds=200)
         self.podman("pod", "rm", "--force", "kvsidecar")
         for left in (self._manifest.parent / "volume-run").iterdir():
@@ -55,11 +55,11 @@ class Pod:
         return self.podman("exec", f"kvsidecar-{container}", sys.executable, "-c", script, *arguments, check=False)
 
     def ask(self) -> dict[str, Any]:
-        """Return the answer to the prompt; empty while nothing serves."""
+        """Return the answer to the prompt; empty while the pod does not serve."""
         return self._in_its_network.submit(_ask, self._model).result()
 
     def state(self, container: str) -> tuple[int, bool]:
-        """Return ``(pid, running)``."""
+        """Return a container's process id, and whether it runs."""
         said = self.podman("inspect", "--format", "{{.State.Pid}} {{.State.Running}}", f"kvsidecar-{container}")
         pid, _, running = said.partition(" ")
         return int(pid), running == "true"
@@ -83,7 +83,7 @@ class Pod:
 
 @contextmanager
 def running(folder: Path, model: str, *pod: Any) -> Iterator[Pod]:
-    """Run the pod of ``pod_of(folder, *pod)``; skips the test if no pod can run."""
+    """Run the pod of ``pod_of(folder, *pod)`` during the block. Skips the test if no pod can run."""
     podman = podman_in(folder / "podman")
     manifest = folder / "pod.yaml"
     manifest.write_text(pod_of(folder, *pod), encoding="utf-8")
@@ -96,7 +96,7 @@ def running(folder: Path, model: str, *pod: Any) -> Iterator[Pod]:
 
 
 def _enter(network: str) -> None:
-    """Move this thread, and the sockets that it opens, into the pod's network namespace."""
+    """Move this thread into the pod's network namespace, so that its sockets belong to the namespace."""
     with Path(network).open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")

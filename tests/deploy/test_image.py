@@ -35,10 +35,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 class Buildah:
-    """buildah with storage of its own in a folder."""
+    """buildah with its own storage in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError, with the attempts, if no image can be built."""
+        """Find working options. Raises RuntimeError, which lists the attempts, if no image can be built."""
         folder.mkdir()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         settings = folder / "containers.conf"
@@ -73,7 +73,7 @@ class Buildah:
         self("commit", "--rm", "--quiet", container, BASE)
 
     def inside(self, *command: str) -> str:
-        """Run a command in the image as its user, who may write to /tmp only; return its output."""
+        """Run a command in the image as the image's user, who may write only to /tmp; return the output."""
         container = self("from", "--pull-never", IMAGE)
         try:
             mounts = [f"--volume={path}:{path}:ro" for path in MOUNTED]

@@ -23,7 +23,7 @@ PATIENT = {"KVSIDECAR_WORKER_DRAIN_SECONDS": "900", "KVSIDECAR_GATEWAY_DRAIN_SEC
 
 @dataclass
 class Streams:
-    """Concurrent streams, each followed by the next one until told to stop."""
+    """Clients that read one stream after another, concurrently, until they are told to stop."""
 
     node: MixedNode
     max_tokens: int

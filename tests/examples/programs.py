@@ -1,4 +1,4 @@
-"""Runs an example as its user does, and reads what it prints."""
+"""Runs an example as a user does, and reads its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CACHED = re.compile(r"(\d+) (?:of (\d+) prompt tokens came from the cache|prompt
 
 
 def run(name: str, *arguments: str, seconds: float = 400) -> str:
-    """Returns what the example printed. Fails when it ends with another status than 0."""
+    """Run an example; return its output. Fails if the exit status is not 0."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         cwd=ROOT,
@@ -27,5 +27,5 @@ def run(name: str, *arguments: str, seconds: float = 400) -> str:
 
 
 def cached(printed: str) -> list[int]:
-    """The numbers of cached tokens that an example printed, in order."""
+    """Return the numbers of cached tokens in an example's output, in order."""
     return [int(found[0]) for found in CACHED.findall(printed)]

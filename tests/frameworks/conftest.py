@@ -1,4 +1,4 @@
-"""The node that all frameworks of ``make test-frameworks`` are tried on."""
+"""The node that the tests of all frameworks use (``make test-frameworks``)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A node as its users start it, for programs that live in an environment of their own.
+"""Node as users start it, for programs in another Python environment.
 
-It imports the standard library and httpx: neither the server nor torch need be in that environment.
+The module imports only the standard library and httpx, so that the other environment needs neither our server nor
+torch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from pathlib import Path
 import httpx
 
 _START_SECONDS = 400.0
-# Between those of benchmarks.node and those that Linux gives to clients.
+# These ports are above the ports of benchmarks.node, and below the ports that Linux gives to clients.
 _PORTS = range(32_000, 32_768)
 _ROOT = Path(__file__).parents[2]
-# The interpreter of the environment that has the server.
+# The interpreter of the environment with our server.
 _PYTHON = os.environ.get("KVSIDECAR_TEST_PYTHON", sys.executable)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running node: its URL, its model's name, and the folder of that model's tokenizer."""
+    """A running node: its URL, the name of its model, and the folder of the model's tokenizer."""
 
     url: str
     model: str
@@ -37,7 +38,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """``kvsidecar serve`` of SmolLM2 where the user has it, of the built-in model elsewhere."""
+    """Run ``kvsidecar serve`` with SmolLM2 if it is installed, otherwise with the built-in model."""
     found = _of_the_server(
         "from kvsidecar.models.model_library import ModelLibrary as L; print(L().find('smollm2') or '')"
     )
@@ -60,7 +61,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
 
 
 def _free_port() -> int:
-    """Return a port that no client is given before the node listens, and ``benchmarks.node.free_port`` does not."""
+    """Return a free port that neither Linux nor ``benchmarks.node.free_port`` gives to others meanwhile."""
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -82,7 +83,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _tokenizer_of(model: str) -> str:
-    """A folder with what transformers reads; of a GGUF file it is written when the model is loaded."""
+    """Return the folder of the model's tokenizer. For a GGUF file, loading the model has written this folder."""
     return _of_the_server(
         "from inference_svc.models.model_resolver import resolve\n"
         f"file = resolve({model!r})\n"

@@ -1,4 +1,4 @@
-"""A process whose worker runs one variant of the CPU kernels.
+"""Program whose worker runs one variant of the CPU kernels.
 
 ``python -m tests.inference_svc.kernel_variant VARIANT`` prints one JSON document. ``none`` is a
 machine on which no kernel was compiled.
@@ -85,7 +85,7 @@ def _kept(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read(engine: Engine, stored: list[list[int]]) -> dict[str, int]:
-    """How many prompts found something, and how many answers have other log probabilities than without the cache."""
+    """Count the prompts with cached tokens, and the answers whose log probabilities differ from those without cache."""
     hits = differ = 0
     for ids in stored:
         asked: dict[str, Any] = {"max_tokens": ANSWER, "temperature": 0, "logprobs": 1}

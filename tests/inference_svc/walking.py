@@ -1,4 +1,4 @@
-"""Answers of a model that draws any token that a grammar allows."""
+"""Answers of a model that draws a random token from those that a grammar allows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 
-# Drawn more often, or it would write every name letter by letter; and the end, where there may be one.
+# These tokens are drawn more often, so that names and answers end soon.
 _LONG = frozenset(i for i in range(len(TOKENIZER)) if len(TOKENIZER.decode([i])) > 1) | END
 
 
 def walk(steering: GrammarState, seed: int, most: int = 3000) -> list[int]:
-    """The tokens of one answer."""
+    """Return the tokens of one random answer."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:
         allowed = np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little")).tolist()

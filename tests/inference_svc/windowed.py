@@ -1,4 +1,4 @@
-"""Engines of small models with sliding windows, and of small pools."""
+"""Engines with small models that have sliding windows, and with small pools."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 @dataclass
 class Windowed:
-    """An engine, and the pages that were in use whenever a token was there."""
+    """An engine. ``pages`` records the number of used blocks of the pool at each output."""
 
     engine: Engine
     cache: DaemonConnector | None
@@ -64,7 +64,7 @@ class Windowed:
         return request
 
     def answer(self, ids: list[int], length: int = 20, **use: Any) -> tuple[list[int], int]:
-        """The answer's tokens, and how many of the prompt's were cached."""
+        """Return an answer's tokens, and the number of cached tokens in its prompt."""
         request = self.request(ids, length, **use)
         tokens = request.tokens()
         idle(self.engine)
@@ -87,7 +87,10 @@ def windowed(
     overflow: tuple[Path, int] | None = None,
     **limits: int,
 ) -> Windowed:
-    """``keep_all``: the pool does not know of windows. ``overflow``: where one lies, and for how many tokens."""
+    """Create an engine with a model that has sliding windows.
+
+    With ``keep_all``, the pool ignores windows. ``overflow`` is the path of a disk overflow and its size in tokens.
+    """
     loaded, _, _ = build(name, dtype, served=CONTEXT, sliding_window=WINDOW, max_position_embeddings=CONTEXT)
     loaded = replace(loaded, weights=bytes(32))
     windows = () if keep_all else loaded.windows
@@ -105,7 +108,7 @@ def windowed(
 
 
 class SlowCache(NullKVConnector):
-    """Stores parts when it is told to: until then their pages are held. All chunks end at ``CHUNK``."""
+    """Connector that stores parts of sequences only after ``go_on``. All chunks end at multiples of ``CHUNK``."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Sequence, int, SaveCallback]] = []
@@ -120,7 +123,7 @@ class SlowCache(NullKVConnector):
         return True
 
     def wait(self) -> None:
-        """Until something is to be stored."""
+        """Wait until the engine has asked to store a part."""
         assert self._asked.wait(30)
 
     def go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""What needs an engine that is not ours is skipped where it is not installed, or was not fetched."""
+"""Skips the tests of an engine that is neither installed nor fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM by hand: both halves of the connector over a real daemon, told what vLLM's scheduler tells them."""
+"""Minimal vLLM: both halves of the connector on a real daemon, with the calls that vLLM's scheduler makes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHOLE = 4 * BLOCK_TOKENS
 
 
 class Status(enum.Enum):
-    """The names of vLLM's."""
+    """Request states with vLLM's names."""
 
     RUNNING = 1
     FINISHED_STOPPED = 2
@@ -38,7 +38,7 @@ class Status(enum.Enum):
 
 @dataclass
 class Request:
-    """What is used of vLLM's ``Request``."""
+    """The fields of vLLM's ``Request`` that the connector uses."""
 
     request_id: str
     all_token_ids: list[int]
@@ -63,7 +63,7 @@ class Request:
 
 
 class Vllm:
-    """One scheduler and its ranks."""
+    """A scheduler and its tensor-parallel ranks."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Vllm:
     def step(
         self, scheduled: dict[str, tuple[Request, int, list[int]]] | None = None, preempted: tuple[str, ...] = ()
     ) -> StepJobs:
-        """Schedules so many tokens of requests in blocks, and tells the workers."""
+        """Run a step: schedule the given number of tokens of each request in blocks, and call the workers."""
         given = scheduled or {}
         output = SimpleNamespace(
             preempted_req_ids=set(preempted),
@@ -129,7 +129,7 @@ class Vllm:
         return step
 
     def wait(self, sent: set[str], received: set[str]) -> None:
-        """Until all ranks have said so."""
+        """Wait until all ranks have reported the requests."""
         for worker in self.workers:
             gone, came = set[str](), set[str]()
             deadline = time.monotonic() + 30
@@ -143,7 +143,7 @@ class Vllm:
         self.scheduler.finished_sending(sent)
 
     def compute(self, request: Request, blocks: list[int]) -> None:
-        """Prefills the whole request in one step, and ends it."""
+        """Prefill a whole request in one step, then finish it."""
         self.allocated(request, blocks, 0)
         for i, write in enumerate(self.writes):
             fill(write, torch.from_numpy(slots_of(blocks, BLOCK_TOKENS)), torch.bfloat16, seed=i)

@@ -1,5 +1,8 @@
-"""A host pool of SGLang by hand, laid out as ``sglang/srt/mem_cache/pool_host/mha.py`` lays it out (its own imports its
-GPU kernels), and engines that are fetched and not installed."""
+"""Substitute of SGLang's host pool, and imports of engines that are fetched but not installed.
+
+The pool has the layout of ``sglang/srt/mem_cache/pool_host/mha.py``. SGLang's own module cannot be used, because it
+imports GPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from torch import Tensor
 
 LAYERS, HEADS, DIM, PAGE, PAGES = 3, 2, 16, 8, 6
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-# Where `make test-sglang` and `make test-lmcache` unpack the wheels.
+# Folder in which `make test-sglang` and `make test-lmcache` unpack the wheels.
 SGLANG, LMCACHE = os.environ.get("KVSIDECAR_TEST_SGLANG", ""), os.environ.get("KVSIDECAR_TEST_LMCACHE", "")
 
 
 class MHATokenToKVPoolHost:
-    """What is used of SGLang's, with its names."""
+    """The part of SGLang's class that the storage uses, under SGLang's names."""
 
     def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16, page_size: int = PAGE) -> None:
         self.layout, self.dtype, self.page_size = layout, dtype, page_size
@@ -40,7 +43,7 @@ class MHATokenToKVPoolHost:
         return self._free
 
     def rows(self, page: int) -> Tensor:
-        """A page as ``[2, layers, tokens, heads, channels]``, through SGLang's views; a copy."""
+        """Return a copy of a page as ``[2, layers, tokens, heads, channels]``, through SGLang's views."""
         at = slice(page * self.page_size, (page + 1) * self.page_size)
         refs = (self.k_data_refs, self.v_data_refs)
         return torch.stack([torch.stack([v[page] if v.ndim == 4 else v[at] for v in views]) for views in refs])
@@ -53,18 +56,18 @@ class MHATokenToKVPoolHost:
 
 
 def page_of(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A page's contents, ``[2, layers, tokens, heads, channels]``."""
+    """Return random contents of a page, ``[2, layers, tokens, heads, channels]``."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn((2, LAYERS, PAGE, HEADS, DIM), generator=random).to(dtype)
 
 
 def slots(*pages: int) -> Tensor:
-    """The host indices of pages, as SGLang gives them."""
+    """Return the host indices of pages, in the form that SGLang passes."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
 def import_sglang() -> None:
-    """Makes SGLang's modules importable one by one: the package itself imports all of it, and its dependencies."""
+    """Make single SGLang modules importable, without the package's ``__init__``, which needs all dependencies."""
     if "sglang" not in sys.modules:
         package = ModuleType("sglang")
         package.__path__ = [str(Path(SGLANG) / "sglang")]

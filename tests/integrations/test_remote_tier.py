@@ -35,13 +35,13 @@ CHUNK = 2 * BLOCK_TOKENS  # as many tokens as are worth asking a remote tier for
 
 @dataclass
 class Nodes:
-    """Two daemons with one tier, to which both write at once."""
+    """Two daemons with one remote tier, to which both write at the first use."""
 
     one: Node
     two: Node
 
     def sent(self) -> None:
-        """Waits until the first one's chunks are there."""
+        """Wait until the chunks of the first daemon are in the tier."""
         until(
             lambda: self.one.cache_stats().remote_written_chunks > 0 and self.one.cache_stats().remote_pending == 0, 20
         )

@@ -1,6 +1,6 @@
-"""A vLLM engine in a process of its own, told what to do through a pipe.
+"""vLLM engine in a child process, which a test controls through a pipe.
 
-Processes are forked from one that has imported vLLM, which takes longer than starting an engine.
+The child is a fork of a process that has imported vLLM, because this import takes longer than the start of an engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ Answer = dict[str, Any]
 
 
 class Engine:
-    """vLLM with a model. ``socket`` is the daemon's, None for vLLM without connector; ``extra`` are the connector's
-    settings, ``options`` vLLM's."""
+    """vLLM with a model. ``socket`` is the daemon's; without one, vLLM has no connector.
+
+    ``extra`` are settings of the connector, and ``options`` are settings of vLLM.
+    """
 
     def __init__(
         self, model: Path, log: Path, socket: Path | None, extra: dict[str, Any] | None = None, **options: Any
@@ -42,14 +44,14 @@ class Engine:
         assert self._receive() == "ready"
 
     def ask(self, prompts: list[list[int]], tokens: int = 8, salt: str = "") -> list[Answer]:
-        """Greedy answers to all at a time."""
+        """Ask all prompts concurrently; return the greedy answers."""
         self._pipe.send(("generate", prompts, tokens, salt))
         found: list[Answer] = self._receive()
         assert all(one["why"] == "length" for one in found), "a request failed"
         return found
 
     def break_loads(self) -> None:
-        """From here on every load fails in the middle, with blocks half filled."""
+        """Let every later load fail in the middle, when its blocks are half filled."""
         self._pipe.send(("break_loads",))
         assert self._receive() == "broken"
 
@@ -87,7 +89,7 @@ def _engine(model: str, transfer: dict[str, Any] | None, options: dict[str, Any]
 
     return LLM(
         model,
-        dtype="float32",  # in which no two tokens are as likely
+        dtype="float32",  # a seed with which no two tokens are equally likely
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=1024,

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
 
 
 class Case:
-    """Sequence of ``keys`` tokens over shuffled pages, and queries at some positions."""
+    """A sequence of ``keys`` tokens on shuffled blocks, and queries at some positions."""
 
     def __init__(
         self, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, keys: int, positions: NDArray[np.int64]
@@ -38,7 +38,7 @@ class Case:
     def attend(
         self, first: int = 0, end: int | None = None, window: int | None = None, cap: float | None = None
     ) -> Tensor:
-        """Compute the rows ``first`` to ``end`` by the kernel."""
+        """Compute the rows ``first`` to ``end`` with the kernel."""
         query, positions = self.query[first:end].contiguous(), self.positions[first:end].copy()
         out = torch.full_like(query, float("nan"))
         rows = [SequenceRows(0, len(query), self.pages[: num_pages(int(positions[-1]) + 1)])]
@@ -56,7 +56,7 @@ class Case:
         return self.query.shape[1] // self.keys.shape[1]
 
     def weights(self, window: int | None = None, cap: float | None = None) -> Tensor:
-        """Return probabilities ``[heads, rows, keys]``."""
+        """Return the attention probabilities ``[heads, rows, keys]``."""
         k = self.keys[LAYER][:, self.slots].double().repeat_interleave(self.per_kv, 0)
         scores = torch.einsum("rhd,hkd->hrk", self.query.double(), k) * self.query.shape[2] ** -0.5
         if cap is not None:

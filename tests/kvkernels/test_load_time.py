@@ -28,7 +28,7 @@ LAYERS, HEADS, DIM, CHUNK = 32, 8, 128, 128
 
 
 class Uncalled:
-    """Kernels that only the clock runs."""
+    """Kernels that do nothing; the virtual clock only counts their time."""
 
     def launch(self, *_: Any) -> None:
         raise AssertionError("the device executes nothing")

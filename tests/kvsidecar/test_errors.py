@@ -15,7 +15,7 @@ from benchmarks.peer import GEOMETRY, descriptor
 
 
 class Quoting:
-    """A service that says what its callers sent."""
+    """A service whose errors quote the request."""
 
     @unary("test")
     async def Stats(self, request: bytes, _: object) -> bytes:

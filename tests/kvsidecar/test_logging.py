@@ -13,7 +13,7 @@ from kvsidecar.cli.service_settings import configure_logging
 
 
 class Full(io.TextIOBase):
-    """A log's file on a disk that is full."""
+    """A log file on a full disk."""
 
     def write(self, _: str) -> int:
         raise OSError(28, "No space left on device")

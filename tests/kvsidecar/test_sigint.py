@@ -73,7 +73,7 @@ def test_a_gateway_that_starts_ends_without_a_traceback(tmp_path: Path) -> None:
 
 
 class Ended(BaseException):
-    """The process would have ended."""
+    """Raised instead of ending the process."""
 
 
 async def test_a_worker_does_not_finish_loading_before_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:

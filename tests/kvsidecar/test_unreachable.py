@@ -23,7 +23,7 @@ def test_a_socket_that_is_not_there(tmp_path: Path) -> None:
 
 
 class Failing(grpc.RpcError):
-    """A call that failed at its transport."""
+    """A call that failed in the transport, without an answer of the server."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         self._code, self._text = code, text

@@ -20,7 +20,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
 
 
 class Worker(InferenceServiceServicer):
-    """Says its name; or fails with a code, before its first piece or behind it."""
+    """Worker that answers with its name, or fails with a status before or after its first message."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.name, self.code, self.pieces, self.asked = f"{number}", grpc.StatusCode.OK, 2, 0

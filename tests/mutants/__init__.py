@@ -1,5 +1,5 @@
-"""Mutation tests: small planted defects, each of which the nearest tests must notice.
+"""Mutation tests: small planted defects, which the tests must notice.
 
-``python -m tests.mutants`` (``make mutants``) applies every mutation of ``*.toml`` alone, in a copy of the tree, and
-runs the tests that it names. A mutation that survives is a defect of the suite.
+``python -m tests.mutants`` (``make mutants``) applies each mutation of ``*.toml`` in a copy of the tree, one at a time,
+and runs the tests that the mutation names. If these tests pass, the mutation survives, which is a defect of the tests.
 """

@@ -1,7 +1,7 @@
 """Tries every declared mutation: ``python -m tests.mutants [-n PROCESSES] [--fresh] [WORD …]``.
 
-A word is an area, a file, or how names begin. Ends with 1 when a mutation survives, is stale, or is called equivalent
-and is not.
+A word is an area, a file, or the beginning of mutation names. The exit status is 1 if a mutation survives or is stale,
+or if the tests notice a mutation that is declared equivalent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.mutants.mutation import ROOT, StaleMutation, chosen, declared
 
 
 def provenance() -> dict[str, object]:
-    """The commit that is tried, whether files differ from it, and when."""
+    """Return the tested commit, whether files differ from it, and the time."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -34,7 +34,7 @@ def provenance() -> dict[str, object]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Verdicts by area, then each result that is not as it must be."""
+    """Return a table of the verdicts by area, then each result that must not occur."""
     results = list(results)
     verdicts = [verdict for verdict in Verdict if any(result.verdict is verdict for result in results)]
     lines = [f"{'area':12}" + "".join(f"{verdict:>16}" for verdict in verdicts)]

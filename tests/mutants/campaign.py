@@ -1,4 +1,4 @@
-"""A run of many mutations, in parallel, with what earlier runs found."""
+"""Parallel run of many mutations, which reuses the results of earlier runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.mutants.mutation import ROOT, Mutation, StaleMutation
 from tests.mutants.sandbox import Outcome, Sandbox
 
-# Exit codes of pytest: 1 is that tests failed. A test file that no longer imports (2) notices a defect as well.
+# Exit codes of pytest that notice a defect: 1 means that tests failed, 2 that a test file could not be imported.
 _FAILED = 1
 _INTERRUPTED = 2
 
@@ -31,13 +31,13 @@ class Verdict(StrEnum):
     ERROR = "error"
 
 
-# Those with which a campaign is a success.
+# Verdicts of a successful campaign.
 GOOD = {Verdict.KILLED, Verdict.TIMED_OUT, Verdict.EQUIVALENT}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one mutation; ``by`` names the test that noticed it, or says why there is no verdict."""
+    """Result of one mutation. ``by`` names the test that noticed it, or the reason why there is no verdict."""
 
     area: str
     name: str
@@ -49,7 +49,7 @@ class Result:
 
 
 class Campaign:
-    """Tries mutations on ``processes`` copies of the tree and writes each result to ``out`` as soon as it is known."""
+    """Tries mutations in ``processes`` copies of the tree. Each result is written to ``out`` at once."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class Campaign:
                     for future in [pool.submit(work, mutation) for mutation in mutations]:
                         future.result()
                 except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)  # those that run now come to their end
+                    pool.shutdown(wait=False, cancel_futures=True)  # the running mutations finish
                     raise
         return [self._results[mutation.name] for mutation in mutations]
 
     def _save(self, about: dict[str, object]) -> None:
         results = [asdict(result) for result in self._results.values()]
-        # An interrupted run leaves what it knew before.
+        # Keep the earlier results, in case this run is interrupted.
         results += [asdict(result) for name, result in self._known.items() if name not in self._results]
         self._out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._out.with_suffix(".part")
@@ -134,12 +134,12 @@ class Campaign:
         if found.code in (_FAILED, _INTERRUPTED):
             verdict = Verdict.NOT_EQUIVALENT if mutation.equivalent else Verdict.KILLED
             return result(verdict, found.seconds, found.failed)
-        if found.code < 0:  # a signal of the defect's own
+        if found.code < 0:  # the defect crashed pytest
             return result(Verdict.KILLED, found.seconds, f"pytest died of signal {-found.code}")
         return result(Verdict.ERROR, found.seconds, found.output[-500:])
 
     def _baseline(self, tests: tuple[str, ...], sandbox: Sandbox) -> Outcome:
-        """The tests' outcome without any defect: a test that fails anyway notices nothing."""
+        """Return the outcome of the tests without a defect, because a test that always fails notices nothing."""
         with self._lock:
             lock = self._baseline_locks.setdefault(tests, threading.Lock())
         with lock:

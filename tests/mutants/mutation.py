@@ -1,4 +1,4 @@
-"""Planted defects as data: one replacement of text in one file."""
+"""Planted defects as data: each replaces one text in one file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ AREAS = ("store", "durable", "remote", "access", "engine", "reuse", "cache", "ke
 
 
 class StaleMutation(Exception):
-    """A mutation no longer fits the tree: its text is absent or not unique, or a test that it names is gone."""
+    """A mutation does not fit the tree: its text is missing or not unique, or one of its tests is missing."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A small defect of ``file`` and the tests that must notice it.
+    """A small defect in ``file``, and the tests that must notice it.
 
-    ``old`` occurs exactly once in the file. ``tests`` are arguments of pytest, nearest first. ``equivalent`` says why
-    no test can notice it; such a mutation must survive.
+    ``old`` occurs exactly once in the file. ``tests`` are arguments of pytest; the most likely test comes first.
+    ``equivalent`` says why no test can notice the mutation; such a mutation must survive.
     """
 
     area: str
@@ -36,7 +36,7 @@ class Mutation:
     equivalent: str = ""
 
     def mutated(self, root: Path) -> str:
-        """The file's text with the defect in it. Raises StaleMutation."""
+        """Return the file's text with the defect. Raises StaleMutation."""
         path = root / self.file
         if not path.exists():
             raise StaleMutation(f"{self.name}: there is no file {self.file}")
@@ -52,12 +52,12 @@ class Mutation:
         if path.suffix == ".py":
             try:
                 ast.parse(mutated)
-            except SyntaxError as error:  # every test would notice it
+            except SyntaxError as error:  # every test would notice that
                 raise StaleMutation(f"{self.name}: {self.file} is no Python with its new text: {error}") from None
         return mutated
 
     def digest(self, root: Path) -> str:
-        """Changes with the mutation, with its file and with its tests: an earlier outcome counts while it is equal."""
+        """Return a hash of the mutation, its file and its tests. While it is unchanged, an earlier result counts."""
         parts = [repr(self), (root / self.file).read_text()]
         for test in self.tests:
             path = root / test.split("::")[0]
@@ -67,7 +67,7 @@ class Mutation:
 
 
 def declared(folder: Path = FOLDER) -> list[Mutation]:
-    """All mutations of the folder's ``AREA.toml``, by area and name. Raises StaleMutation for an unusable one."""
+    """Return all mutations in the folder's files ``AREA.toml``. Raises StaleMutation for an unusable one."""
     found: list[Mutation] = []
     for path in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(path.read_text()).get("mutation", []):
@@ -85,6 +85,6 @@ def declared(folder: Path = FOLDER) -> list[Mutation]:
 
 
 def chosen(mutations: Iterable[Mutation], words: Iterable[str]) -> list[Mutation]:
-    """Return the mutations of an area or a file, or with names that begin with one of the words; all without words."""
+    """Return the mutations whose area, file or beginning of the name is one of the words; all without words."""
     words = tuple(words)
     return [m for m in mutations if not words or m.area in words or m.name.startswith(words) or m.file in words]

@@ -1,4 +1,4 @@
-"""Copies of the tree in which planted defects are tried."""
+"""Copies of the tree, in which planted defects are tried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import TracebackType
 
 from tests.mutants.mutation import Mutation
 
-# Built from the sources, so not in git; a copy without it would compile for minutes.
+# Build results, which are not in git. A copy without them would compile for minutes.
 _BUILT = ("kernels/kvkernels/lib", "build/tools")
 _PATHS = ("", "clients/python", "kernels")
 _GRACE_SECONDS = 20.0
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one run of pytest: its exit code (None: stopped at its limit), which test failed first, its output."""
+    """Outcome of one pytest run: exit code (None if it was stopped at its time limit), first failed test, output."""
 
     code: int | None
     seconds: float
@@ -33,13 +33,13 @@ class Outcome:
 
 
 class Sandbox:
-    """A copy of the tree's files as they are now; a context manager, for one thread."""
+    """Context manager with a copy of the tree's current files. Only one thread may use it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        # Short, for sockets have paths of at most 107 characters.
+        # The path is short, because a socket's path has at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="kvm"))
-        self._folder.chmod(0o755)  # tests become other users, who read it
+        self._folder.chmod(0o755)  # some tests run as other users, who must read it
         self.tree = self._folder / "t"
 
     def __enter__(self) -> Sandbox:
@@ -53,7 +53,7 @@ class Sandbox:
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, self.tree / name)
         self._copy_built()
-        # Some tests ask git for the project's files.
+        # Some tests get the project's files from git.
         for command in (["init", "-q"], ["add", "-A"]):
             subprocess.run(["git", *command], cwd=self.tree, check=True, capture_output=True)
         return self
@@ -64,7 +64,7 @@ class Sandbox:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, tests: tuple[str, ...], limit_seconds: float) -> Outcome:
-        """Runs pytest on the copy until the first failure."""
+        """Run pytest in the copy until the first failure."""
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line",
             f"--basetemp={self._folder / 'p'}", *tests,
@@ -97,7 +97,7 @@ class Sandbox:
                 shutil.copytree(self._root / name, self.tree / name, symlinks=True)
 
     def try_mutation(self, mutation: Mutation, limit_seconds: float) -> Outcome:
-        """Runs the mutation's tests with the mutation applied, and undoes it."""
+        """Apply a mutation, run its tests, and undo the mutation."""
         path = self.tree / mutation.file
         before, mutated = path.read_text(), mutation.mutated(self.tree)
         try:
@@ -106,18 +106,18 @@ class Sandbox:
         finally:
             _write(path, before)
             if mutation.file.startswith("kernels/cpu/"):
-                self._copy_built()  # rather than compile what was there before
+                self._copy_built()  # faster than to compile the original sources again
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
-    # Compiled modules are told apart by second and size, which an equally long text of the same second shares.
+    # Python compares a .pyc file by the source's second and size. A mutation of equal length may have the same values.
     for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         compiled.unlink()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a run: pytest first, which ends its daemons, then all of its process group."""
+    """End the processes of a run: first pytest, which ends its daemons, then its whole process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -128,4 +128,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # nothing is left
+        return  # no process remains

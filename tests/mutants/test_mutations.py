@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_stale(tmp_path: Path, text: str | None, problem: s
 
 
 class ScriptedSandbox(Sandbox):
-    """Runs no tests: its outcomes are given."""
+    """Sandbox that runs no tests and returns prepared outcomes."""
 
     def __init__(self, tree: Path, baseline: int | None, mutated: int | None) -> None:
         self.tree, self._baseline, self._mutated = tree, baseline, mutated

@@ -21,7 +21,7 @@ LONGER = relocated_documents.DocumentRow([[1], [5, 600] * 3, [5, 601], [5, 602]]
 
 
 class Order(random.Random):
-    """Generator with one fixed order."""
+    """Random generator that always returns the same order."""
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from inference_svc.gateway.chat_messages import DEFAULT_EPHEMERAL_SECONDS, EPHEM
 
 
 class CacheControl(BodyModel):
-    """A cache breakpoint. ``scope`` has no effect: tenants share nothing."""
+    """A cache breakpoint. ``scope`` has no effect, because tenants never share chunks."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None

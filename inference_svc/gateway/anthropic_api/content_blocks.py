@@ -14,14 +14,14 @@ from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.chat_messages import check_count
 from inference_svc.gateway.openai_tools import to_json
 
-# The kinds of blocks that are read; others, such as images, are refused by name.
+# The supported kinds of blocks. A block of another kind, such as an image, is refused with an error that names it.
 _KINDS = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"})
 # Claude Code starts its system prompt with a header that differs in every request.
 _BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*\s*", re.ASCII)
 
 
 class TextBlock(BodyModel):
-    """A text; ``citations`` of an answer are not part of the prompt."""
+    """A text. The client may send ``citations`` of an earlier answer back; they are not part of the prompt."""
 
     type: Literal["text"]
     text: str
@@ -30,7 +30,7 @@ class TextBlock(BodyModel):
 
 
 class ThinkingBlock(BodyModel):
-    """Reasoning of an answer that is sent back; the chat template decides whether it is part of the prompt."""
+    """Reasoning of an earlier answer; the chat template decides whether the prompt contains it."""
 
     type: Literal["thinking"]
     thinking: str = ""
@@ -38,14 +38,14 @@ class ThinkingBlock(BodyModel):
 
 
 class RedactedThinkingBlock(BodyModel):
-    """Encrypted reasoning of another server's answer; not part of the prompt."""
+    """Encrypted reasoning from another server's answer; the prompt leaves it out."""
 
     type: Literal["redacted_thinking"]
     data: str = ""
 
 
 class ToolUseBlock(BodyModel):
-    """A tool call of an answer that is sent back."""
+    """A tool call of an earlier answer, which the client sends back."""
 
     type: Literal["tool_use"]
     id: str
@@ -61,7 +61,7 @@ class ToolUseBlock(BodyModel):
 
 
 class ToolReferenceBlock(BodyModel):
-    """A tool that a search found; the prompt has all tools, so only its name is written."""
+    """A tool that a tool search found. The prompt contains only its name here: it already describes all tools."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -114,7 +114,7 @@ class InputMessage(BodyModel):
         return any(isinstance(block, ToolUseBlock) for block in self.content)
 
     def marks(self) -> Iterator[CacheControl | None]:
-        """Yield the ``cache_control`` of all blocks."""
+        """Yield the ``cache_control`` of each block; None for a block without one."""
         for block in self.content if isinstance(self.content, list) else ():
             yield getattr(block, "cache_control", None)
             if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
@@ -122,7 +122,7 @@ class InputMessage(BodyModel):
 
 
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return an assistant's message; its texts are joined as the model wrote them."""
+    """Return an assistant's message; its text blocks are joined without separators, as the model generated them."""
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     calls = [block.call() for block in blocks if isinstance(block, ToolUseBlock)]
     thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
@@ -131,7 +131,7 @@ def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    """Return a user's or system's texts and tool results as messages, in their order."""
+    """Return the texts and tool results of a user or system message as chat messages, in the same order."""
     found: list[dict[str, Any]] = []
     texts: list[str] = []
     for block in blocks:
@@ -148,13 +148,13 @@ def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
 
 
 def system_text(system: str | list[TextBlock]) -> str:
-    """Return the system prompt without the header that changes with every request."""
+    """Return the system prompt without Claude Code's header, which changes with every request."""
     first, *others = [system] if isinstance(system, str) else [block.text for block in system] or [""]
     return _joined([text for text in (without_billing_header(first), *others) if text])
 
 
 def without_billing_header(text: str) -> str:
-    """Return a text without a billing header at its start."""
+    """Remove Claude Code's billing header from the start of a text."""
     header = _BILLING_HEADER.match(text)
     return text if header is None else text[header.end() :]
 
@@ -168,9 +168,9 @@ def _joined(texts: list[str]) -> str:
 
 
 def _checked(messages: Any) -> Any:
-    """Check the number of messages and the kinds of their blocks, and nothing else.
+    """Check only the number of messages and the kinds of their blocks.
 
-    Raises InvalidRequest for too many, UnsupportedOption for a block that is not read, such as an image.
+    Raises InvalidRequest for too many messages, and UnsupportedOption for an unsupported block, such as an image.
     """
     if not isinstance(messages, list):
         return messages

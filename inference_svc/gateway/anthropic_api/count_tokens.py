@@ -22,7 +22,7 @@ class CountTokens:
         self._bodies, self._parser, self._models = bodies, parser, models
 
     async def count(self, request: Request) -> Response:
-        """Count the tokens of the prompt that ``/v1/messages`` would compute."""
+        """Count the tokens of the prompt that ``/v1/messages`` would build from this body."""
 
         def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
             parsed = self._parser.salted(CountTokensRequest, request, raw, body)

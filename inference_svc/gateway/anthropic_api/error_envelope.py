@@ -14,7 +14,7 @@ from inference_svc.gateway.openai_writer import error_event, error_response
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 REQUEST_ID = "request-id"
-# HTTP codes that differ from those of the other paths; Anthropic's clients retry 529.
+# HTTP codes that differ from the codes of OpenAI's paths. Anthropic's clients retry after 529.
 _CODES = {"OVERLOADED": 529, "REQUEST_TOO_LARGE": 413}
 _TYPES = {
     401: "authentication_error",
@@ -29,24 +29,24 @@ _TYPES = {
 
 
 def is_messages_path(path: str) -> bool:
-    """Return whether errors of a path have Anthropic's format."""
+    """Return whether errors at this path have Anthropic's format."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def request_id_of(scope: MutableMapping[str, Any]) -> str:
-    """Return the id of an HTTP request, which is random."""
+    """Return the random id of an HTTP request."""
     state = scope.setdefault("state", {})
     return str(state.setdefault("messages_request_id", f"req_{token_hex(12)}"))
 
 
 def envelope(message: str, status: int, request_id: str) -> dict[str, Any]:
-    """Return an error's body."""
+    """Return an error's body in Anthropic's format."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def messages_error_response(error: KVSidecarError, request_id: str) -> JSONResponse:
-    """Return an error with its HTTP code."""
+    """Return a response with the error in Anthropic's format and its HTTP code."""
     status = _status(error)
     return JSONResponse(envelope(str(error), status, request_id), status_code=status)
 
@@ -66,7 +66,7 @@ def error_event_for(scope: MutableMapping[str, Any], error: KVSidecarError) -> b
 
 
 def messages_error_event(error: KVSidecarError, request_id: str) -> bytes:
-    """Return an error as the last event of a stream."""
+    """Return an error as the last event of a stream, in Anthropic's format."""
     return event("error", envelope(str(error), _status(error), request_id))
 
 

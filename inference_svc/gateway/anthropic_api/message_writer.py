@@ -24,7 +24,7 @@ class MessageWriter:
     """Writes one message. Call ``whole`` or ``stream`` once."""
 
     def __init__(self, request: MessagesRequest, request_id: str, comparison: PromptComparison | None = None) -> None:
-        """``comparison`` is that of ``diagnostics``; None for a request without it."""
+        """Create the writer. ``comparison`` is None for a request without ``diagnostics``."""
         self._request, self._request_id, self._comparison = request, request_id, comparison
         self._ttl = request.retain_seconds
         self._content: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ class MessageWriter:
         return self._body
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
-        """Yield the events. ``first`` tells the prompt's usage."""
+        """Yield the events. ``first`` is the first chunk, which has the prompt's usage."""
         self._streams = True
         usage = first.part.usage
         start = {**self._body, "content": [], "usage": self._usage(usage), **self._diagnostics(usage)}
@@ -63,9 +63,9 @@ class MessageWriter:
     # ---- pieces ---------------------------------------------------------------------------------------------
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
-        """Add a message of the worker; return its events, which are empty for a whole message."""
+        """Add a message of the worker; return its events, or none if the answer is not a stream."""
         events: list[bytes] = []
-        if self._request.max_tokens:  # else the one token that the worker had to generate is no part of the answer
+        if self._request.max_tokens:  # with max_tokens 0 the answer omits the token that a worker always generates
             if part.reasoning:
                 events += self._think(part.reasoning)
             if part.text:
@@ -119,7 +119,7 @@ class MessageWriter:
         if self._open == "tool_use":
             self._content[-1]["input"] = _parsed("".join(self._arguments))
             self._arguments = []
-        if self._open == "thinking":  # clients wait for a signature, and send it back; nothing is signed here
+        if self._open == "thinking":  # clients expect a signature and send it back; this one is a constant
             self._content[-1]["signature"] = _SIGNATURE
             events.append(self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
         self._open = ""
@@ -132,7 +132,7 @@ class MessageWriter:
         self._body |= {**ended, "usage": usage, **self._diagnostics(part.usage)}
         miss = openai_fields.miss_reason(part) if self._request.explain else {}
         self._body |= miss
-        # The totals: clients replace the counts of message_start by these.
+        # This usage has the totals: clients replace the counts of message_start by it.
         return [
             self._event("message_delta", delta=ended, usage=usage, **miss),
             self._event("message_stop"),
@@ -152,7 +152,7 @@ class MessageWriter:
         return "stop_sequence" if part.WhichOneof("stopped_by") == "stop_string" else "end_turn"
 
     def _usage(self, counted: pb.Usage) -> dict[str, Any]:
-        """Return the usage. If the request has a breakpoint, all computed tokens count as written to the cache."""
+        """Return the usage. For a request with a breakpoint, all computed prompt tokens count as cache writes."""
         computed = counted.prompt_tokens - counted.cached_tokens
         written = 0 if self._ttl is None else computed
         hour = written if self._ttl == _ONE_HOUR_SECONDS else 0
@@ -172,12 +172,12 @@ class MessageWriter:
 
 
 def message_id(request_id: str) -> str:
-    """Return the id of a request's message."""
+    """Derive the id of the answer's message from the request's id."""
     return f"msg_{request_id.removeprefix('req_')}"
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; nothing where max_tokens cut them off."""
+    """Parse a call's arguments; return no arguments if ``max_tokens`` cut their JSON off."""
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

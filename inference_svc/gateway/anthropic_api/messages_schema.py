@@ -27,7 +27,7 @@ _MAX_NOTED = 8
 
 
 class FunctionTool(BodyModel):
-    """A function. The last four options have no effect: all tools are always in the prompt."""
+    """A function tool. The last four options have no effect: the prompt always contains all tools."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -52,7 +52,7 @@ def _not_a_function(kind: str) -> str:
 
 
 class ServerTool(BaseModel):
-    """A tool of Anthropic's own, such as ``web_search_20250305``: it is skipped, with a note in the log."""
+    """A tool that Anthropic's servers run, such as ``web_search_20250305``. It is skipped and noted in the log."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +67,7 @@ class ToolChoice(BodyModel):
     disable_parallel_tool_use: bool | None = None
 
     def to_chat(self) -> str | dict[str, Any]:
-        """Raises InvalidRequest for a tool without a name."""
+        """Convert to a chat's ``tool_choice``. Raises InvalidRequest for ``tool`` without a name."""
         if self.type != "tool":
             return "required" if self.type == "any" else self.type
         if not self.name:
@@ -76,7 +76,7 @@ class ToolChoice(BodyModel):
 
 
 class Thinking(BodyModel):
-    """``thinking``: the template's ``enable_thinking``; budget and display have no effect."""
+    """``thinking``, which sets the chat template's ``enable_thinking``; budget and display have no effect."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Any = None
@@ -117,20 +117,20 @@ class CountTokensRequest(BodyModel):
     diagnostics: Any = None
     """``previous_message_id`` names an earlier message to compare with; other values have no effect."""
     explain: bool = False
-    """Ours, like the next: report the reason why tokens of the prompt were computed."""
+    """Our extension: report the reason why tokens of the prompt were computed."""
     cache_salt: str = ""
-    """Requests with different salts never share cached text."""
+    """Our extension: requests with different salts never share chunks."""
 
     def prompt(self) -> pb.Prompt:
         return self._chat({}).prompts()[0]
 
     def skipped_tools(self) -> str:
-        """Return the types of the tools that are not functions, for the log."""
+        """Return the types of the skipped tools, for the log."""
         kinds = dict.fromkeys(tool.type for tool in self.tools or () if isinstance(tool, ServerTool))
         return ",".join([kind if _TYPE_NAME.fullmatch(kind) else "other" for kind in kinds][:_MAX_NOTED])
 
     def _chat(self, options: dict[str, Any]) -> ChatRequest:
-        """Return the chat request with further ``options``. Raises InvalidRequest, UnsupportedOption."""
+        """Build the chat request, with additional ``options``. Raises InvalidRequest, UnsupportedOption."""
         system = [] if self.system is None else [{"role": "system", "content": system_text(self.system)}]
         said = [found for i, message in enumerate(self.messages) for found in message.chat_messages(i)]
         last = self.messages[-1]
@@ -153,14 +153,14 @@ class MessagesRequest(CountTokensRequest):
     """Body of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=0, lt=2**31)
-    """0 prefills the prompt into the cache and answers nothing."""
+    """With 0, the worker prefills the prompt into the cache, and the answer is empty."""
     stream: bool = False
     stop_sequences: Annotated[list[str], FIRST_ERROR] | None = Field(default=None, max_length=_MAX_STOPS)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=0, lt=2**31)
     cache_session: CacheSession = ""
-    """Ours, as in chats."""
+    """Our extension, as in chats."""
     kv_hints: Any = None
 
     def chat(self) -> ChatRequest:
@@ -169,7 +169,7 @@ class MessagesRequest(CountTokensRequest):
         return self._chat(
             {
                 "stream": self.stream,
-                "max_tokens": self.max_tokens or 1,  # the worker must generate one token, which the answer omits
+                "max_tokens": self.max_tokens or 1,  # with 0, the answer omits this token
                 "stop": self.stop_sequences,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
@@ -193,17 +193,20 @@ class MessagesRequest(CountTokensRequest):
         return max(top + [seconds for _, seconds in self._marks()], default=None)
 
     def _breakpoints(self) -> list[dict[str, int]]:
-        """Return the breakpoints in terms of chat messages. Of more than the maximum, the last ones count."""
+        """Return the breakpoints as numbers of chat messages; beyond the maximum number, only the last ones."""
         by_end: dict[int, int] = {}
         for end, seconds in self._marks():
             by_end[end] = max(by_end.get(end, 0), seconds)
         return [{"messages": end, "retain_seconds": by_end[end]} for end in sorted(by_end)[-MAX_BREAKPOINTS:]]
 
     def _marks(self) -> list[tuple[int, int]]:
-        """Return ``(chat messages, seconds)`` of the breakpoints in tools, system prompt and messages."""
+        """Return a pair for each breakpoint in tools, system prompt and messages.
+
+        A pair is the number of chat messages before the breakpoint, and its retention in seconds.
+        """
         system = [block.cache_control for block in self.system or () if not isinstance(block, str)]
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool)]
-        # Templates write tools beside the first message.
+        # A breakpoint in a tool ends with the first message: chat templates write the tools beside that message.
         found = [(1, mark.seconds) for mark in (*system, *tools) if mark is not None]
         end = int(self.system is not None)
         for i, message in enumerate(self.messages):

@@ -1,4 +1,4 @@
-"""Calls about the cache that concern several nodes of a fleet: sessions, pins, stored prefixes, load."""
+"""Calls that concern the caches of several nodes: sessions, pins, cached prefixes, load."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from inference_svc.gateway.fleet.node_discovery import BAD_RESPONSE_ERRORS, Node
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest, to_routed_request
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, UNPIN_PATH
 
-# Calls that every node gets, and the field of its answer that has the number of its chunks.
+# Paths of the calls that every node gets. The value is the field of the answer that has the node's number of chunks.
 _COUNTED = {RELEASE_PATH: "released_chunks", UNPIN_PATH: "unpinned_chunks"}
 EVERYWHERE_PATHS = tuple(_COUNTED)
-# A node deletes chunks from its disk before it answers.
+# Timeout of a call; long, because a node deletes chunks from its disk before it answers.
 _CHANGE_SECONDS = 60.0
 _NOT_FOUND = 404
-# The node is down, or does not take this gateway's key, which no client can mend.
+# These statuses mean that the node is down, or that it refuses this gateway's key. A client can fix neither.
 _FAILED = frozenset({401, 500, 502, 503, 504})
 
 
@@ -39,10 +39,10 @@ class CacheCalls:
         self._keys, self._calls = keys, calls
 
     async def everywhere(self, request: Request) -> Response:
-        """Send a call to every node that serves the model; any of them may have the chunks.
+        """Send a call to every node that serves the model, because each of them may have some of the chunks.
 
-        Returns the sum of the nodes' numbers, or a refusal. Raises UnknownModel. Raises Unavailable if a node does
-        not answer; a repeated call counts only the remaining chunks.
+        Returns the sum of the nodes' numbers of chunks, or a node's refusal. Raises UnknownModel. Raises Unavailable if
+        a node does not answer. The client may repeat such a call; its answer then counts only the remaining chunks.
         """
         asked, field = await self._read(request, request.url.path), _COUNTED[request.url.path]
         self._prefix_query.check_model(asked.model)
@@ -62,14 +62,14 @@ class CacheCalls:
         return JSONResponse({field: sum(_count(one, field) for one in done if one.status_code == 200)})
 
     async def cached_prefix(self, request: Request) -> Response:
-        """Answer with the longest prefix of a prompt that a node has: that node would get the request."""
+        """Answer with the cached prefix of the node that would get the prompt."""
         asked = await self._read(request, request.url.path.removeprefix(CACHED_PREFIX_PATH))
         self._prefix_query.check_model(asked.model)
         node = await self._prefix_query.choose_node(asked, ())
         return await self._calls.send(node, request, asked.raw)
 
     async def serving_status(self, request: Request) -> Response:
-        """Answer as one node with the workers of all, to a router or another fleet's gateway."""
+        """Answer as if the fleet were one node with all workers, for a router or another fleet gateway."""
         nodes = self._discovery.all
         alive = [node for node in nodes if node.alive]
         models = {name: model for node in alive for name, model in node.models.items()}
@@ -87,7 +87,7 @@ class CacheCalls:
 
 
 def _count(answer: Response, field: str) -> int:
-    """Return the number in a node's answer. Raises Unavailable for an answer without that number."""
+    """Return the number of chunks in a node's answer. Raises Unavailable for an answer without it."""
     try:
         return int(json.loads(bytes(answer.body))[field])
     except BAD_RESPONSE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""The fleet gateway's application: forwards a node's paths, serves the fleet's status."""
+"""The fleet gateway's application: forwards requests to nodes, and serves the fleet's status."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-# Paths whose body has a prompt or tokens; any single node can answer.
+# Paths whose body has a prompt or tokens. Any node that serves the model can answer them.
 _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -79,14 +79,14 @@ _FORWARDED_PATHS = (
 )
 _KEPT_PATH = re.compile(r"[\w/-]{1,400}", re.ASCII)
 _CONNECT_SECONDS = 2.0
-# Less than the 5 s after which a node's server closes an idle connection.
+# The client closes an idle connection before the node does: a node's server closes it after 5 s.
 _IDLE_SECONDS = 3.0
 
 
 class FleetHandlers:
     """Handlers of a fleet gateway. One instance per process.
 
-    Raises ConfigurationError for unusable certificates.
+    The constructor raises ConfigurationError for unusable certificates.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -116,7 +116,7 @@ class FleetHandlers:
         return await self._calls.send(node, request, await self._calls.read(request))
 
     async def show_request(self, request: Request) -> Response:
-        """Answer ``kvsidecar why`` from the node that answered the request, which is the one that knows it."""
+        """Answer ``kvsidecar why``. Asks every node, because only the node that answered the request knows it."""
         if not self.discovery.alive:
             raise self.discovery.none_up()
         asked = (self._calls.send(node, request, b"") for node in self.discovery.alive)
@@ -127,14 +127,14 @@ class FleetHandlers:
         return found[0]
 
     async def create_conversation(self, request: Request) -> Response:
-        """Create a conversation at the node that has the fewest requests."""
+        """Create a conversation on the node that has the fewest requests."""
         return await self._calls.send(self._idlest_node(), request, await self._calls.read(request))
 
     async def tokenizer_info(self, request: Request) -> Response:
         return await self._calls.send(self._idlest_node(), request, b"")
 
     def _idlest_node(self) -> Node:
-        """Raises Unavailable when no node is up."""
+        """Return the live node that has the fewest requests. Raises Unavailable when no node is up."""
         if not self.discovery.alive:
             raise self.discovery.none_up()
         return min(self.discovery.alive, key=lambda node: node.busy + node.in_flight)
@@ -194,7 +194,7 @@ def _client(config: GatewayConfig) -> httpx.AsyncClient:
         raise ConfigurationError(f"cannot use the certificates for nodes ({named}): {error}") from error
     return httpx.AsyncClient(
         verify=tls,
-        trust_env=False,  # nodes are reached without a proxy
+        trust_env=False,  # the environment's HTTP proxy is not for nodes
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
         timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_SECONDS),

@@ -1,14 +1,14 @@
 """Routes prompts to nodes by cached-prefix length and load.
 
-The node with the longest cached prefix gets the prompt, unless its load exceeds the value of that prefix. The gateway
-keeps no routing state: it decides by the nodes' reports, so any number of gateways decide alike.
+The node with the longest cached prefix gets the prompt, unless its load outweighs that prefix. The gateway keeps no
+routing state and decides only by the nodes' reports, so all gateways of a fleet decide alike.
 
 In a small fleet the gateway queries every node for its cached prefix. In a large fleet it queries only the nodes to
-which a hash ring maps the prompt's prefix hashes (Karger et al., "Consistent Hashing and Random Trees", 1997). Prompts
-with a common prefix map to the same nodes at every gateway, and so do the turns of one conversation.
+which a hash ring maps the prompt's prefix hashes (Karger et al., "Consistent Hashing and Random Trees", 1997). Every
+gateway maps prompts with a common prefix to the same nodes. The turns of one conversation have a common prefix, too.
 
-``worker_router`` also routes by prefix and load, but among the workers of one node, which share a cache; it
-remembers which worker last processed a prefix.
+``worker_router`` also routes by prefix and load, but among the workers of one node, which share a cache. Unlike this
+module, it remembers which worker last processed a prefix.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 from inference_svc.gateway.anthropic_api.content_blocks import without_billing_header
 
 MAX_QUERY_ALL_NODES = 16
-"""Up to this many nodes, every node is queried."""
+"""A fleet of at most this many nodes is small: the gateway queries every node."""
 MAX_LOAD_DIFFERENCE = 4.0
 """A node that has the whole prompt cached may have this many more requests per worker than the least busy node."""
-_POINTS_PER_NODE = 64  # points of each node on the ring: the shares of 100 nodes differ by about a tenth
-_FIRST_PREFIX_BYTES = 256  # beginnings are as long as this, twice this, four times this…
-_MAX_MESSAGE_PREFIXES = 4  # …and as the first messages of a conversation
+_POINTS_PER_NODE = 64  # with this many points on the ring, the shares of 100 nodes differ by about a tenth
+_FIRST_PREFIX_BYTES = 256  # hashed prefixes of the text have this length, twice this length, four times…
+_MAX_MESSAGE_PREFIXES = 4  # a conversation also has prefixes of its first parts
 
 
 @dataclass(frozen=True)
 class RouteCandidate:
     """A node that may get a prompt.
 
-    ``load`` is requests per worker, ``cached_tokens`` the prompt's tokens in its cache.
+    ``load`` is the node's requests per worker. ``cached_tokens`` is the number of the prompt's tokens in its cache.
     """
 
     name: str
@@ -47,8 +47,8 @@ class RouteCandidate:
 class PromptPrefixHashes:
     """Hashes of a prompt's prefixes, the shortest first.
 
-    Equal prefixes of the same tenant have equal hashes. ``session_key`` identifies the conversation (else the whole
-    prompt) and breaks ties. ``size_bytes`` is the length of the prompt's text.
+    Equal prefixes of the same tenant have equal hashes. ``session_key`` breaks ties; it identifies the conversation or,
+    without one, the whole prompt. ``size_bytes`` is the length of the prompt's text.
     """
 
     digests: tuple[bytes, ...]
@@ -59,7 +59,7 @@ class PromptPrefixHashes:
 def prompt_prefix_hashes(body: dict[str, Any]) -> PromptPrefixHashes:
     """Hash the prefixes of a request body's prompt.
 
-    The body need not be validated: an invalid one gets some hashes, and the node refuses it.
+    The caller need not validate the body first: an invalid body also gets hashes, and the node then refuses it.
     """
     parts, talk = _parts(body)
     digest = hashlib.sha256(_bytes([body.get("cache_salt") or ""]))
@@ -86,7 +86,7 @@ def prompt_prefix_hashes(body: dict[str, Any]) -> PromptPrefixHashes:
 
 
 def _parts(body: dict[str, Any]) -> tuple[list[Any], bool]:
-    """Return a prompt's parts in the order of chat templates, and whether it is a conversation."""
+    """Return a prompt's parts in the order in which chat templates write them, and whether it is a conversation."""
     head = [part for part in (body.get("tools"), body.get("instructions"), *_system(body.get("system"))) if part]
     said = body.get("messages", body.get("input"))
     if isinstance(said, list):
@@ -97,7 +97,7 @@ def _parts(body: dict[str, Any]) -> tuple[list[Any], bool]:
 
 
 def _system(system: Any) -> list[str]:
-    """Return the texts of Anthropic's ``system``, without the header that changes with every request."""
+    """Return the texts of Anthropic's ``system``, without Claude Code's header, which changes with every request."""
     parts = system if isinstance(system, list) else [{"text": system}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return [without_billing_header(text) for text in texts if isinstance(text, str)]
@@ -118,9 +118,9 @@ class HashRing:
         )
 
     def first(self, digest: bytes, able: Collection[str]) -> str:
-        """Return the first of the names ``able`` that follows a hash on the ring.
+        """Return the first name from ``able`` that follows the hash ``digest`` on the ring.
 
-        At least one of the names must be on the ring.
+        At least one name of ``able`` must be on the ring.
         """
         begin = bisect.bisect(self._points, (_point(digest), ""))
         for i in range(len(self._points)):
@@ -139,7 +139,8 @@ def nodes_to_query(
 ) -> list[RouteCandidate]:
     """Return the nodes to query.
 
-    In a small fleet, all nodes; else the ring's nodes for the prompt and the least busy one.
+    In a small fleet, these are all nodes. In a large fleet, they are the nodes to which the ring maps the prompt's
+    hashes, and the least busy node.
     """
     if len(standings) <= MAX_QUERY_ALL_NODES:
         return list(standings)
@@ -151,9 +152,10 @@ def nodes_to_query(
 
 
 def choose_node(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes, prompt_tokens: int) -> RouteCandidate:
-    """Return the best of at least one candidate.
+    """Return the best candidate of at least one.
 
-    A fully cached prompt is worth ``MAX_LOAD_DIFFERENCE`` requests of load, a partly cached one a proportional share.
+    A node with the whole prompt cached may have ``MAX_LOAD_DIFFERENCE`` more requests per worker than the others. A
+    node with a part of the prompt cached may have a proportional share of this difference.
     """
     worth = MAX_LOAD_DIFFERENCE / max(1, prompt_tokens)
     scores = [one.load - worth * one.cached_tokens for one in standings]
@@ -163,5 +165,5 @@ def choose_node(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes,
 
 
 def _rendezvous_choice(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes) -> RouteCandidate:
-    """Break a tie by rendezvous hashing of name and prompt: every gateway chooses alike."""
+    """Break a tie by rendezvous hashing of node name and prompt, so that every gateway makes the same choice."""
     return min(standings, key=lambda one: _point(prompt.session_key + one.name.encode()))

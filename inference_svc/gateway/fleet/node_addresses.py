@@ -14,7 +14,7 @@ _FORM = "http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all ad
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Address of a node's gateway; with ``every``, all addresses that ``host`` resolves to."""
+    """Address of a node's gateway. With ``every``, each address that ``host`` resolves to is a node."""
 
     scheme: str
     host: str
@@ -26,7 +26,7 @@ class NodeAddress:
 
     @property
     def in_clear(self) -> bool:
-        """Return whether requests travel unencrypted beyond this machine."""
+        """Return whether requests to this address leave the machine unencrypted."""
         return self.scheme == "http" and not TcpAddress(self.host, self.port).loopback
 
 
@@ -42,7 +42,7 @@ def parse_node_addresses(text: str) -> list[NodeAddress]:
 
 
 def _place(text: str) -> NodeAddress:
-    if "@" in text:  # it may contain a password, so the error does not quote it
+    if "@" in text:  # the address may contain a password, so the error does not quote it
         raise ValueError(f"a node has no name and password; write {_FORM}")
     every = text.startswith(_BY_NAME)
     try:

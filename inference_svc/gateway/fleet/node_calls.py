@@ -1,4 +1,4 @@
-"""Short calls to a named node, which are forwarded as they are and not retried at another one."""
+"""Short calls to one chosen node: forwarded unchanged, and never retried on another node."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from inference_svc.gateway.explain_header import EXPLAIN_HEADER
 from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.proxy import proxied_response
 
-# A node needs them to answer as it would answer the client itself.
+# Headers of the client that change a node's answer, so the gateway forwards them.
 _FORWARDED_HEADERS = ("x-request-id", "x-cache-salt", EXPLAIN_HEADER)
 
 
 class NodeCalls:
-    """Forwards calls of clients. ``seconds`` is the usual deadline of a call."""
+    """Forwards clients' calls. ``seconds`` is the default deadline of a call."""
 
     def __init__(self, client: httpx.AsyncClient, bodies: BodyReader, keys: ApiKeys, seconds: float) -> None:
         self._client, self._bodies, self._keys, self._seconds = client, bodies, keys, seconds
 
     def headers(self, request: Request) -> dict[str, str]:
-        """Return headers for a node.
+        """Return the headers of a forwarded request.
 
-        A node treats the fleet's key as an operator's, so a header marks a guest's request.
+        A node takes a request with the fleet's key for an operator's. So an additional header marks a guest's request.
         """
         sent = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
         return sent if self._keys.is_operator(request.scope) else sent | {GUEST_HEADER: "1"}
 
     async def read(self, request: Request) -> bytes:
-        """Return the body of a request, which may have none. Raises InvalidRequest."""
+        """Return the body of a request; empty if it has none. Raises InvalidRequest."""
         has_body = int(request.headers.get("content-length") or 0) > 0 or "transfer-encoding" in request.headers
         return await self._bodies.read(request, lambda raw, _: raw) if has_body else b""
 

@@ -27,32 +27,32 @@ _RESOLVE_SECONDS = 5.0
 _MAX_TIMEOUTS = 3
 
 
-# Failed connections. TLS may refuse a certificate after the handshake, and httpx raises that as ssl.SSLError.
+# Errors of a failed connection. If TLS refuses a certificate after the handshake, httpx raises ssl.SSLError.
 CONNECTION_ERRORS = (httpx.HTTPError, ssl.SSLError)
-# Raised by answers that no node sends, such as a proxy's or another service's JSON.
+# Errors while parsing an answer that is not a node's, such as an answer of a proxy or of another service.
 BAD_RESPONSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class NodeFailed(Exception):
-    """The node did not answer, or was not reachable. Another node may succeed."""
+    """The node did not answer, or was not reachable. A retry on another node may succeed."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One node: ``url`` is the address to call, ``host`` its certificate's name."""
+    """State of one node. ``url`` is its address, and ``host`` is the name in its certificate."""
 
     url: str
     host: str
     timeout_seconds: float
     alive: bool = False
-    was_up: bool = False  # it was alive at least once
-    starting: bool = False  # it has no worker, and reports that it is starting one
-    removed: bool = False  # its name no longer resolves to it
+    was_up: bool = False  # the node was alive at least once
+    starting: bool = False  # the node has no worker, and reports that it is starting one
+    removed: bool = False  # the DNS name no longer resolves to the node
     named: NodeAddress | None = None  # the DNS name that resolved to it
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int = 1
-    busy: int = 0  # requests of all senders, as the node reports; nodes report it to operators only
-    in_flight: int = 0  # requests that this gateway has sent
+    busy: int = 0  # the node's running requests of all senders; a node reports this number only to an operator's key
+    in_flight: int = 0  # this gateway's own requests to the node
     why: str = "it has not answered yet"
     _num_timeouts: int = 0
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
@@ -65,7 +65,7 @@ class Node:
 
     @property
     def extensions(self) -> dict[str, Any]:
-        """Extensions for the HTTP client: the server name for TLS."""
+        """Extensions of an httpx request: the server name for TLS."""
         return {"sni_hostname": self.host}
 
     @contextmanager
@@ -78,7 +78,7 @@ class Node:
             self.in_flight -= 1
 
     async def wait_for(self, waited: Any, deadline: float) -> Any:
-        """Await a result of the node, until ``deadline`` (loop time) or a node failure.
+        """Await an answer of the node until ``deadline`` (loop time), or until polling finds that the node failed.
 
         Raises NodeFailed, TimeoutError.
         """
@@ -95,7 +95,7 @@ class Node:
             raise
 
     async def poll(self, client: httpx.AsyncClient) -> None:
-        """Query the node's serving status."""
+        """Query the node's serving status, and update this state."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 answer = await client.get(self.url + SERVING_PATH, extensions=self.extensions)
@@ -135,16 +135,16 @@ class Node:
         self.starting = False
 
     def down(self, why: str) -> None:
-        """Mark the node as down: it gets no requests until it answers again."""
+        """Mark the node as down: it gets no requests until it answers a poll again."""
         if self.alive or why != self.why:
             log.warning("node is down", node=self.url, error=why)
         self.alive, self.starting, self.why = False, False, why
 
     def _cancel_waiters(self) -> None:
-        """Fail all requests that wait for this node."""
+        """Fail all requests that wait for an answer of this node."""
         now = asyncio.get_running_loop().time()
         for timeout in list(self._waiting):
-            with suppress(RuntimeError):  # its own deadline expires at the same moment
+            with suppress(RuntimeError):  # the waiter's own deadline expires at the same moment
                 timeout.reschedule(now)
 
 
@@ -166,7 +166,7 @@ class NodeDiscovery:
         return [node for node in self.all if node.alive]
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """Return the served models by name. Raises Unavailable when no node is up."""
+        """Return the models that live nodes serve, by name. Raises Unavailable when no node is up."""
         found = {name: model for node in self.alive for name, model in node.models.items()}
         if not found:
             raise self.none_up()
@@ -197,11 +197,11 @@ class NodeDiscovery:
             self._tasks[node.url] = asyncio.create_task(self._poll(node))
 
     async def _poll(self, node: Node) -> None:
-        """Poll until the node is removed and has no requests."""
+        """Poll the node until it is removed and has no requests of this gateway."""
         while not node.removed or node.in_flight:
             await asyncio.sleep(_POLL_SECONDS if node.alive else _WAITING_POLL_SECONDS)
             await node.poll(self._client)
-        del self._nodes[node.url], self._tasks[node.url]  # addresses of a cluster's pods are rarely reused
+        del self._nodes[node.url], self._tasks[node.url]  # a cluster rarely reuses a pod's address
 
     async def _keep_resolving(self, place: NodeAddress) -> None:
         while True:
@@ -211,7 +211,7 @@ class NodeDiscovery:
                 self._start_polling(node)
 
     async def _resolve(self, place: NodeAddress) -> None:
-        """Update the nodes of a DNS name. A failed lookup keeps the known ones."""
+        """Resolve a DNS name and update its nodes. After a failed lookup, the known nodes stay."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:

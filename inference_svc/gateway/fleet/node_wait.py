@@ -1,4 +1,4 @@
-"""Lets requests wait while a fleet's nodes start their workers."""
+"""Delays requests while the nodes of a fleet start their workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 
 
 class NodeWait:
-    """Lets requests wait while suitable nodes report that they are starting a worker.
+    """Decides whether a request waits for a node that reports that it is starting a worker.
 
-    A request waits for at most ``max_seconds``, or the client's own limit. Runs on the event loop.
+    A request waits for at most ``max_seconds``, or less if the client set a lower limit. Runs on the event loop.
     """
 
     def __init__(self, discovery: NodeDiscovery, max_seconds: float) -> None:
@@ -23,7 +23,7 @@ class NodeWait:
         self._num_waiting = 0
 
     def should_wait(self, request: RoutedRequest, since: float) -> bool:
-        """Return whether a request that waits since ``since`` (loop time) should wait longer."""
+        """Return whether a request should wait longer; ``since`` is the loop time at which its wait began."""
         waited = asyncio.get_running_loop().time() - since
         patience = min(self._max_seconds, inf if request.wait_seconds is None else request.wait_seconds)
         return waited < patience and self._num_waiting < _MAX_WAITING and self._is_starting(request)
@@ -37,9 +37,9 @@ class NodeWait:
             self._num_waiting -= 1
 
     def _is_starting(self, request: RoutedRequest) -> bool:
-        """Return whether a suitable node is starting.
+        """Return whether a node that may serve the request is starting a worker.
 
-        A node that was never up may serve any model.
+        The models of a node that was never up are unknown, so such a node counts for every model.
         """
         return any(
             node.starting and (not request.model or not node.models or lists(node.models, request.model))

@@ -1,6 +1,6 @@
-"""Queries candidate nodes for their cached-prefix length, and chooses one.
+"""Queries candidate nodes for the length of their cached prefix, and chooses a node.
 
-The gateway keeps no routing state, so no state is stale after a restart.
+The gateway keeps no routing state, so a restart of a node or gateway makes nothing stale.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from inference_svc.gateway.model_aliases import lists
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 PROMPT_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES_PATH, WARM_PATH, PIN_PATH})
-"""Paths whose prompts are compared with the nodes' caches."""
-# A node that does not answer within this time counts as having no cached prefix: the prompt must not wait.
+"""Paths of requests with a prompt, for which the gateway queries the nodes' caches."""
+# A node that does not answer within this time counts as a node without a cached prefix: the prompt must not wait.
 _TIMEOUT_SECONDS = 0.5
-# Computing a shorter prompt takes no longer than a query.
+# A node computes a shorter prompt about as fast as a query takes, so the gateway sends no query.
 _MIN_QUERY_BYTES = 256
-# Response ids have about 40 characters. The limit bounds the size of the queries that one id causes at every node.
+# A real response id has about 40 characters. The limit bounds the queries that a forged id causes at every node.
 _MAX_RESPONSE_ID_CHARS = 200
-# Each concurrent query takes a connection and a file descriptor.
+# The limit bounds file descriptors: each concurrent query has its own connection.
 _MAX_CONCURRENT_QUERIES = 256
 
 
@@ -44,8 +44,9 @@ _MAX_CONCURRENT_QUERIES = 256
 class RoutedRequest:
     """The properties of a request that determine its node.
 
-    ``before`` is the id of the response or conversation that it continues, ``only`` the only node that can answer it,
-    ``wait_seconds`` the client's limit for waiting for a worker, and ``headers`` those for the node.
+    ``before`` is the id of the response or conversation that the request continues. ``only`` is the node that stores
+    ``before``; no other node can answer. ``within_seconds`` is the deadline in the body. ``wait_seconds`` is the
+    client's limit for the wait for a worker. ``headers`` are the headers of the forwarded request.
     """
 
     path: str
@@ -83,7 +84,7 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
 
 @dataclass(frozen=True)
 class _CachedPrefix:
-    """A node's answer: tokens of the prompt, and how many of them are cached."""
+    """A node's answer: the number of tokens in the prompt, and in its cached prefix."""
 
     node: Node
     prompt_tokens: int
@@ -91,16 +92,16 @@ class _CachedPrefix:
 
 
 class PrefixQuery:
-    """Chooses nodes by querying them. ``seconds`` observes the time of a query."""
+    """Queries nodes and chooses one. The histogram ``seconds`` gets the duration of each round of queries."""
 
     def __init__(self, discovery: NodeDiscovery, client: httpx.AsyncClient, seconds: Histogram) -> None:
         self._discovery, self._client, self._seconds = discovery, client, seconds
         self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
     async def with_owner(self, asked: RoutedRequest) -> RoutedRequest:
-        """Find the only node that can answer a request that continues a response.
+        """Return the request with ``only``, the node that stores the response that the request continues.
 
-        Raises UnknownModel, Unavailable.
+        Returns a request that continues nothing unchanged. Raises UnknownModel, Unavailable.
         """
         self.check_model(asked.model)
         return asked if asked.before is None else replace(asked, only=await self.node_with_response(asked.before))
@@ -129,7 +130,7 @@ class PrefixQuery:
         return named[choose_node(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
 
     def has_another(self, asked: RoutedRequest, excluded: Sequence[Node]) -> bool:
-        """Return whether an untried node is up for a request."""
+        """Return whether a node outside of ``excluded`` is up and can answer the request."""
         return bool(self._able(asked, excluded))
 
     def _able(self, asked: RoutedRequest, excluded: Sequence[Node]) -> list[Node]:
@@ -146,11 +147,11 @@ class PrefixQuery:
         return found
 
     async def _query_node(self, node: Node, asked: RoutedRequest) -> _CachedPrefix:
-        """Query one node; 0 tokens if it does not answer in time or refuses.
+        """Query one node. A node that refuses, or does not answer in time, counts as 0 cached tokens.
 
-        A node that refuses reports the reason when it gets the request itself.
+        The reason of a refusal is not needed here: the node reports it again when it gets the request itself.
         """
-        path = WARM_PATH if asked.path == PIN_PATH else asked.path  # the bodies are alike
+        path = WARM_PATH if asked.path == PIN_PATH else asked.path  # both have the same body fields
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.post(
@@ -172,7 +173,7 @@ class PrefixQuery:
             or not response_id.isascii()
             or not response_id.replace("_", "").replace("-", "").isalnum()
         ):
-            return None  # not an id of this API, and unsafe in a path
+            return None  # this API has no such ids, and the text may be unsafe in a URL path
         nodes = self._discovery.alive
         kept = await asyncio.gather(*(self._keeps(node, response_id) for node in nodes))
         return next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)

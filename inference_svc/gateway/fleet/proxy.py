@@ -1,4 +1,4 @@
-"""Forwards requests to nodes, and retries on another node until an answer has begun."""
+"""Forwards requests to nodes, and retries on another node before the answer begins."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from inference_svc.gateway.request_log import log_line
 
 log = structlog.get_logger("gateway")
 
-# A prompt that kills nodes kills at most this many.
+# A prompt that crashes nodes crashes at most this many.
 MAX_TRIES = 3
-# The node or its workers are down.
+# These statuses mean that the node or its workers are down.
 _RETRY_STATUS = frozenset({502, 503})
 _BUSY, _UNAUTHORIZED = frozenset({429, 529}), 401
 _EVENTS = "text/event-stream"
@@ -39,9 +39,10 @@ _NO_NODE_SECONDS = 3.0
 
 
 class Proxy:
-    """Forwards requests. ``request_seconds`` is for a complete answer, all tries together.
+    """Forwards requests to nodes.
 
-    ``wait`` decides how long a request waits while no node has a worker.
+    ``request_seconds`` is the deadline of a complete answer, all tries included. ``wait`` decides how long a request
+    waits while no node has a worker.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Proxy:
                 now = loop.time()
                 if now < deadline and self._wait.should_wait(asked, since):
                     waited, give_up = True, 0.0
-                else:  # a node reports its new worker slightly after it stops reporting that it starts one
+                else:  # a node's report "starting" ends slightly before its report of the new worker
                     give_up = give_up or now + _NO_NODE_SECONDS
                     if not (tries or waited) or now > give_up:
                         raise
@@ -109,9 +110,9 @@ class Proxy:
             self._metrics.retries.inc()
 
     def _answer_seconds(self, asked: RoutedRequest) -> float:
-        """Return the seconds for an answer.
+        """Return the deadline of an answer, in seconds.
 
-        A warm request names its own limit, which the node enforces.
+        A warm or pin request may have a longer deadline of its own, which the node enforces.
         """
         if asked.path not in (WARM_PATH, PIN_PATH) or asked.within_seconds is None:
             return self._seconds
@@ -119,7 +120,7 @@ class Proxy:
 
 
 class _NodeRefusal(Exception):
-    """A complete answer by which a node requests a retry on another (busy, unavailable)."""
+    """A complete answer of a busy or unavailable node; another node may accept the request."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"it answers {answer.status_code}")
@@ -127,7 +128,7 @@ class _NodeRefusal(Exception):
 
 
 class _NodeRequest:
-    """A request at a node. The caller must close it in every case."""
+    """One request to one node. ``open`` closes it, unless it returns a stream, which the caller must close."""
 
     def __init__(self, node: Node, deadline: float) -> None:
         self._node, self._deadline = node, deadline
@@ -137,8 +138,8 @@ class _NodeRequest:
     async def open(self, client: httpx.AsyncClient, asked: RoutedRequest, has_another: bool) -> Response:
         """Return a complete answer, or a stream whose first bytes have arrived.
 
-        With ``has_another``, the node must not wait for a lost worker, since another node can answer. Raises
-        NodeFailed, _NodeRefusal, TimeoutError.
+        ``has_another`` says that another node can answer: this node then refuses at once instead of waiting for a lost
+        worker. Raises NodeFailed, _NodeRefusal, TimeoutError.
         """
         self._held.enter_context(self._node.counting_request())
         try:
@@ -152,7 +153,7 @@ class _NodeRequest:
         if isinstance(answer, _ProxiedStream):
             return answer
         await self.close()
-        if answer.status_code == _UNAUTHORIZED:  # this gateway's key is wrong: the client cannot fix that
+        if answer.status_code == _UNAUTHORIZED:  # the node refuses this gateway's key, not the client's
             raise NodeFailed("it does not take this gateway's key")
         if answer.status_code in _RETRY_STATUS or answer.status_code in _BUSY:
             raise _NodeRefusal(answer)
@@ -181,7 +182,7 @@ class _NodeRequest:
         return proxied_response(response, content)
 
     async def pieces(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the node's bytes; after a failure, an error as the last event."""
+        """Yield the node's bytes. After a failure of the node, yield an error as the last event."""
         summary, piece = SummaryFilter(), first
         try:
             while piece:
@@ -203,7 +204,7 @@ class _NodeRequest:
 
     @property
     def kept_headers(self) -> dict[str, str]:
-        """The headers of the node's answer that a stream passes on."""
+        """Headers of the node's answer that the gateway forwards with a stream."""
         sent = {} if self._response is None else self._response.headers
         return {REQUEST_ID: sent[REQUEST_ID]} if REQUEST_ID in sent else {}
 
@@ -220,9 +221,9 @@ class _NodeRequest:
 
 
 class _ProxiedStream(StreamingResponse):
-    """Streams a node's events, and closes its answer.
+    """Streams a node's events, then closes the request to the node.
 
-    Also closes it if the client disconnects before the first event.
+    It also closes that request if the client disconnects before the first event.
     """
 
     def __init__(self, opened: _NodeRequest, first: bytes, rest: AsyncIterator[bytes]) -> None:
@@ -241,13 +242,13 @@ class _ProxiedStream(StreamingResponse):
 
 
 async def _close(answer: Response) -> None:
-    """Cancel a node's answer that no client reads."""
+    """Cancel a node's stream whose client has disconnected."""
     if isinstance(answer, _ProxiedStream):
         await answer.close()
 
 
 def proxied_response(response: httpx.Response, content: bytes) -> Response:
-    """Return a node's complete answer unchanged."""
+    """Return a node's complete answer, unchanged, as the gateway's answer."""
     kept = {
         name: response.headers[name]
         for name in ("content-type", "retry-after", REQUEST_ID, MISS_HEADER)

@@ -1,5 +1,5 @@
 """``/v1/responses``: text and function calls.
 
-https://platform.openai.com/docs/api-reference/responses. Converts requests to chat completions, and answers back. May
-import the rest of ``inference_svc.gateway`` except ``fleet``.
+Converts requests to chat completions, and their answers to the format of
+https://platform.openai.com/docs/api-reference/responses. May import all of ``inference_svc.gateway`` except ``fleet``.
 """

@@ -1,4 +1,4 @@
-"""Responses that are answered in the background: the client polls them, and may cancel them."""
+"""Responses in the background: a client polls for the result, and may cancel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_svc.gateway.request_runner import ChoiceChunk
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 
-# Each holds its request in memory.
+# The limits bound memory: each running response keeps its request.
 _MAX_RUNNING, _MAX_RUNNING_PER_TENANT = 64, 16
 
 log = structlog.get_logger("gateway")
@@ -27,14 +27,14 @@ class _Running:
 
 
 class BackgroundResponses:
-    """The running responses of one gateway. They end with its process. Runs on the event loop."""
+    """The running background responses of one gateway. They end with its process. Runs on the event loop."""
 
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
         self._running: dict[str, _Running] = {}
 
     def check_capacity(self, tenant: Hashable) -> None:
-        """Raise Overloaded if a tenant, or all tenants together, run the maximum number of responses."""
+        """Raise Overloaded if the tenant, or all tenants together, already run the maximum number of responses."""
         by_tenant = Counter(one.tenant for one in self._running.values())
         if by_tenant[tenant] >= _MAX_RUNNING_PER_TENANT or by_tenant.total() >= _MAX_RUNNING:
             raise Overloaded(
@@ -43,16 +43,16 @@ class BackgroundResponses:
             )
 
     async def start(self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
-        """Begin to answer. Returns the response, which is queued, as JSON."""
+        """Start the answer in a task. Returns the queued response as JSON."""
         queued = await writer.interim("queued")
         self._store.keep(tenant, queued)
         task = asyncio.create_task(self._run(tenant, writer, pieces))
         self._running[writer.id] = _Running(tenant, task)
-        await asyncio.sleep(0)  # a task that is cancelled before its first step would never end the response
+        await asyncio.sleep(0)  # let the task begin: cancelled before that, it would never end the response
         return queued.response
 
     async def cancel(self, tenant: Hashable, response_id: str) -> bool:
-        """Cancel a response, and wait until it has ended. Returns False if it does not run."""
+        """Cancel a response of the tenant and wait until it has ended. Returns False if no such response runs."""
         found = self._running.get(response_id)
         if found is None or found.tenant != tenant:
             return False

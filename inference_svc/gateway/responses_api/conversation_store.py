@@ -14,17 +14,19 @@ from inference_svc.gateway.body_reader import INLINE_BYTES
 from inference_svc.gateway.openai_fields import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
-# A conversation is read as a whole on the event loop whenever it grows.
+# The limit exists because the event loop decodes a whole conversation whenever the conversation grows.
 MAX_CONVERSATION_BYTES = 1 << 20
 _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, the chat up to it and the items of its input, or a conversation and its items, all as JSON.
+    """A response or a conversation, as JSON.
 
-    A JSON text's length is its size in memory. ``item_ids`` are those of input and output. A response that is not
-    complete, because it runs, failed or was cancelled, cannot be continued.
+    ``messages`` is the chat up to and including the answer. ``items`` are the items of the response's input, or all
+    items of the conversation. The texts stay encoded, so that their length is their size in memory. ``item_ids`` are
+    the ids of the items in input and output. No request can continue a response that is still running, failed or was
+    cancelled; its ``is_complete`` is False.
     """
 
     id: str
@@ -60,11 +62,12 @@ class StoredResponse:
 
 
 class ConversationStore:
-    """The latest responses of each tenant, until the process ends.
+    """The latest responses and conversations of each tenant, in memory only.
 
-    A tenant's new responses evict its own oldest ones. When all tenants together exceed ``max_bytes_in_all``, the
-    tenant with the most bytes loses its oldest. A tenant can read only its own responses: another tenant's id is
-    unknown to it. Changed on the event loop; any thread may call ``messages``.
+    A tenant's new responses evict the same tenant's oldest ones. When all tenants together exceed ``max_bytes_in_all``,
+    the tenant with the most bytes loses its oldest response. A tenant can read only its own responses; for another
+    tenant's id, it gets the same error as for an unknown id. Only the event loop changes the store; any thread may call
+    ``messages`` and ``item``.
     """
 
     def __init__(
@@ -80,17 +83,20 @@ class ConversationStore:
         return self._stored.num_bytes
 
     def keep(self, tenant: Hashable, stored: StoredResponse) -> None:
-        """Store a response, or replace a conversation."""
+        """Store a response or conversation; replaces an earlier version with the same id."""
         self._stored.put(tenant, stored.id, stored, stored.num_bytes)
 
     def is_large(self, tenant: Hashable) -> bool:
-        """Return whether a tenant's responses are too large to decode on the event loop."""
+        """Return whether a tenant's responses together are too large to decode on the event loop."""
         return self._stored.num_bytes_of(tenant) > INLINE_BYTES
 
     def messages(
         self, tenant: Hashable, response_id: str | None, param: str = "previous_response_id"
     ) -> list[dict[str, Any]]:
-        """Return the messages of a conversation, or those up to a response; empty for None. Raises InvalidRequest."""
+        """Return the messages of a conversation, or of the chat up to a response; empty for None.
+
+        Raises InvalidRequest, which names the field ``param``.
+        """
         if response_id is None:
             return []
         try:
@@ -104,7 +110,7 @@ class ConversationStore:
         return found
 
     def item(self, tenant: Hashable, item_id: str) -> dict[str, Any]:
-        """Return an item of the tenant's newest response that has it. Raises InvalidRequest."""
+        """Return the item from the tenant's newest response that contains it. Raises InvalidRequest."""
         found = next((one for one in self._stored.newest_first(tenant) if item_id in one.item_ids), None)
         if found is None:
             raise InvalidRequest(
@@ -122,12 +128,12 @@ class ConversationStore:
             )
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
-        """Delete a response. Raises UnknownResponse."""
+        """Delete a response or conversation. Raises UnknownResponse."""
         self.find(tenant, response_id)
         self._stored.remove(tenant, response_id)
 
     def find(self, tenant: Hashable, response_id: str) -> StoredResponse:
-        """Return a response, or a conversation. Raises UnknownResponse."""
+        """Return a response or conversation. Raises UnknownResponse."""
         found = self._stored.get(tenant, response_id)
         if found is None:
             kind = "Conversation" if response_id.startswith("conv_") else "Response"

@@ -18,7 +18,7 @@ _ID_PREFIXES = {
 
 
 class Part(BodyModel):
-    """A text part of a message; answers that are sent back have ``annotations`` and ``logprobs``."""
+    """A text part of a message. Parts of an earlier answer may have ``annotations`` and ``logprobs``."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -37,7 +37,7 @@ class _Item(BodyModel):
 
 
 class _ToolItem(_Item):
-    """An item of a tool call; the fields here have no effect."""
+    """Base of the items of tool calls. The fields of this class have no effect."""
 
     caller: Any = None
     namespace: str | None = None
@@ -64,7 +64,7 @@ class CallItem(_ToolItem):
 
 
 class CustomCallItem(_ToolItem):
-    """A call of a ``custom`` tool, in a history of another server; its input is text."""
+    """A call of a ``custom`` tool, whose input is text. Only histories from other servers contain such calls."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -73,7 +73,7 @@ class CustomCallItem(_ToolItem):
 
 
 class ResultItem(_ToolItem):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -82,7 +82,7 @@ class ResultItem(_ToolItem):
 
 
 class ReasoningItem(_Item):
-    """Reasoning of an answer; the chat template decides whether it is part of the prompt."""
+    """Reasoning of an earlier answer; the chat template decides whether the prompt contains it."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], FIRST_ERROR] | None = None
@@ -90,20 +90,20 @@ class ReasoningItem(_Item):
     encrypted_content: str | None = None
 
     def text(self) -> str:
-        """Return the reasoning itself; empty where only a summary or an encrypted text is there."""
+        """Return the reasoning text; empty if the item has only a summary or an encrypted text."""
         parts = [part.get("text") for part in self.content or () if isinstance(part, dict)]
         return "".join(text for text in parts if isinstance(text, str))
 
 
 class ItemReference(BodyModel):
-    """Stands for an item of a response that is kept."""
+    """Reference to an item of a stored response; the gateway replaces the reference by the item."""
 
     type: Literal["item_reference"]
     id: str
 
 
 class HostedItem(BaseModel):
-    """A step of a tool on another server; not part of the prompt."""
+    """A step of a tool that ran on another server; the prompt leaves it out."""
 
     type: Literal[
         "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools",
@@ -118,7 +118,7 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items as chat messages; reasoning belongs to the assistant's message right behind it."""
+    """Convert items to chat messages. A reasoning item becomes part of the assistant's message right after it."""
     found: list[dict[str, Any]] = []
     thought = ""
     for item in items:
@@ -137,7 +137,7 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    """Add a call to the assistant's last message, or as a new message."""
+    """Add a call to the last message, or append an assistant's message with the call."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -145,7 +145,7 @@ def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments:
 
 
 def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items in the form that item lists have: with an id, a status, and content in parts."""
+    """Return items as the API lists them: with an id, a status, and content in parts."""
     found = []
     for item in items:
         body = item.model_dump(exclude_none=True, by_alias=True)
@@ -160,7 +160,7 @@ def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _content(content: str | Parts) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message; in parts if a part ends with a cache breakpoint."""
+    """Return the content of a chat message: as parts if a cache breakpoint ends one of them, otherwise as text."""
     if isinstance(content, str) or not any(isinstance(part.prompt_cache_breakpoint, dict) for part in content):
         return _text(content)
     return [

@@ -24,7 +24,7 @@ from inference_svc.gateway.responses_api.responses_schema import ResponsesReques
 class ResponseWriter:
     """Writes one response. Call ``whole`` or ``stream`` once.
 
-    A response to be stored is passed to ``keep``.
+    The writer passes a response to ``keep`` if the gateway must store it.
     """
 
     def __init__(
@@ -35,13 +35,17 @@ class ResponseWriter:
         chat: list[dict[str, Any]],
         given: list[dict[str, Any]],
     ) -> None:
-        """``chat`` are the messages that are answered, without the instructions; ``given`` the input's items."""
+        """Create the writer.
+
+        ``chat`` has the conversation's messages up to this answer, without the instructions. ``given`` has the items of
+        the request's input.
+        """
         self._request, self._keep, self._chat, self._given, self.model = request, keep, chat, given, model
-        self.comparison: PromptComparison | None = None  # if the request asked for one
+        self.comparison: PromptComparison | None = None  # set if the request asks for a comparison
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
         self._sent, self._streams = 0, False
         echoed = request.model_dump(
             include={
@@ -82,14 +86,14 @@ class ResponseWriter:
         return str(self._body["id"])
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
-        """Return the response as JSON."""
+        """Return the complete response as JSON."""
         async for piece in pieces:
             self._add(piece.part)
         await self._store()
         return await asyncio.to_thread(openai_fields.json_bytes, self._body)
 
     async def interim(self, status: str, error: Exception | None = None) -> StoredResponse:
-        """Return the response in the background as it is now, without an answer to continue from."""
+        """Return a background response in its current state; no request can continue from it."""
         failed = None
         if error is not None:
             said = str(error) if isinstance(error, KVSidecarError) else "this response could not be computed"
@@ -108,7 +112,7 @@ class ResponseWriter:
                 for event in self._add(piece.part):
                     yield event
             if self._body["usage"] is not None:
-                await self._store()  # before the client learns the id and continues from it
+                await self._store()  # stored before the client can continue from it
                 yield await self._of_response(f"response.{self._body['status']}")
         except KVSidecarError as error:
             log_line().abort(error.reason)
@@ -118,7 +122,7 @@ class ResponseWriter:
     # ---- pieces ---------------------------------------------------------------------------------------------
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
-        """Add a message of the worker; return its events, which are empty for a whole response."""
+        """Add a message of the worker; return its events, or none if the response is not a stream."""
         self._explain(part)
         if self._request.enable_response_messages:
             self._add_raw(part)
@@ -141,7 +145,7 @@ class ResponseWriter:
             self._body |= openai_fields.prompt_provenance(part)
 
     def _add_raw(self, part: pb.GenerateStreamResponse) -> None:
-        """Add to vLLM's ``input_messages`` and ``output_messages``."""
+        """Add a message of the worker to vLLM's fields ``input_messages`` and ``output_messages``."""
         if "input_messages" not in self._body:
             prompt = {"message": part.prompt_text, "tokens": list(part.prompt_token_ids)}
             self._body["input_messages"] = [{"type": "raw_message_tokens", **prompt}]
@@ -244,7 +248,7 @@ class ResponseWriter:
         return events
 
     async def _store(self) -> None:
-        """Pass the response to ``keep``, unless it is incomplete, or ``store`` is false and no conversation has it."""
+        """Pass a complete response to ``keep`` if ``store`` is not false, or if it belongs to a conversation."""
         wanted = self._request.store is not False or self._request.conversation_id is not None
         if wanted and self._body["usage"] is not None:
             messages = [*self._chat, *self._answer()]
@@ -258,9 +262,9 @@ class ResponseWriter:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
 
     async def _of_response(self, kind: str) -> bytes:
-        """Encode an event with the complete response.
+        """Encode an event that contains the whole response.
 
-        In a thread, because metadata and tools may make it large.
+        A thread encodes it, because metadata and tools may make it large.
         """
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1

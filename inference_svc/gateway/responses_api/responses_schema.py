@@ -32,7 +32,7 @@ class FunctionTool(BodyModel):
 
 
 class SkippedTool(BaseModel):
-    """A tool that the prompt leaves out: it runs on OpenAI's servers, or its calls are not JSON."""
+    """A tool that the prompt leaves out, because it runs on OpenAI's servers or its calls are not JSON."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal[
@@ -42,14 +42,14 @@ class SkippedTool(BaseModel):
 
 
 class NamedFunction(BodyModel):
-    """``tool_choice`` of one function."""
+    """``tool_choice`` that names one function."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedFunctions(BodyModel):
-    """``tool_choice`` of some of the functions; the prompt still has all of them."""
+    """``tool_choice`` that allows some of the functions; the prompt still contains all functions."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -90,7 +90,7 @@ class ResponsesRequest(CacheFields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    """vLLM's, like the next seven: as in chats."""
+    """vLLM's option, as are the next seven; all have the same meaning as in chats."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -103,17 +103,17 @@ class ResponsesRequest(CacheFields):
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
-    """Limits calls of tools on OpenAI's servers, of which there are none here."""
+    """Without effect: OpenAI limits only calls of tools that run on its servers."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    """Answer while the client polls ``/v1/responses/ID``."""
+    """Return at once and generate the answer in the background; the client polls ``/v1/responses/ID``."""
     enable_response_messages: bool = False
-    """vLLM's: return the prompt and the answer as the model read and wrote them, as text and tokens."""
+    """vLLM's option: return the rendered prompt and the raw answer, each as text and token ids."""
     include: Any = None
-    """``message.output_text.logprobs`` has an effect."""
+    """Only the value ``message.output_text.logprobs`` has an effect."""
     reasoning: Any = None
-    """``effort`` is passed to the chat template."""
+    """Only ``effort`` has an effect: it is an argument of the chat template."""
     image: Any = None
     access_programs: Any = None
     prompt_cache_key: Any = None
@@ -122,11 +122,11 @@ class ResponsesRequest(CacheFields):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     explain: bool = False
-    """Report which parts of the prompt were cached."""
+    """Report which parts of the prompt were cached, and the miss reason."""
 
     @property
     def conversation_id(self) -> str | None:
-        """Raises InvalidRequest if ``previous_response_id`` is set, too."""
+        """Id of the conversation; None without one. Raises InvalidRequest if ``previous_response_id`` is set, too."""
         if self.conversation is None:
             return None
         if self.previous_response_id is not None:
@@ -137,7 +137,7 @@ class ResponsesRequest(CacheFields):
         return self.conversation if isinstance(self.conversation, str) else self.conversation.id
 
     def check_background(self) -> None:
-        """Raise InvalidRequest for a response in the background that the client could not read."""
+        """Raise InvalidRequest for a background response whose result the client could not read."""
         if not self.background:
             return
         if self.store is False:
@@ -148,7 +148,7 @@ class ResponsesRequest(CacheFields):
             )
 
     def items(self, find: Callable[[str], Item]) -> list[Item]:
-        """Return the input's items; ``find`` returns the item that a reference names. Raises InvalidRequest."""
+        """Return the input's items. ``find`` returns the item for the id in a reference. Raises InvalidRequest."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         if not self.input:
@@ -157,7 +157,7 @@ class ResponsesRequest(CacheFields):
 
     @property
     def skipped_tools(self) -> list[str]:
-        """The types of tools that the prompt leaves out."""
+        """Types of the tools that the prompt leaves out."""
         return sorted({tool.type for tool in self.tools or () if isinstance(tool, SkippedTool)})
 
     @property
@@ -166,7 +166,7 @@ class ResponsesRequest(CacheFields):
         return included or bool(self.top_logprobs)
 
     def chat(self, before: list[dict[str, Any]], said: list[dict[str, Any]]) -> ChatRequest:
-        """Return the chat request that continues ``before`` with ``said``. Raises InvalidRequest."""
+        """Return the chat request: the earlier messages ``before``, then the input ``said``. Raises InvalidRequest."""
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if not said and not before:
             raise InvalidRequest("input has no message; at least one is needed", param="input")

@@ -29,7 +29,7 @@ _DEFAULT_LISTED = 20
 
 
 class ConversationBody(BodyModel):
-    """Body of ``/v1/conversations``, to create or change a conversation."""
+    """Body of a request that creates or changes a conversation."""
 
     items: Annotated[list[Item], FIRST_ERROR, TextAlone] = Field(default_factory=list)
     metadata: dict[str, str] | None = None
@@ -42,7 +42,7 @@ class ItemsBody(BodyModel):
 
 
 class StoredResponseRoutes:
-    """Handlers of the responses and conversations that the gateway keeps for each tenant."""
+    """Handlers of the responses and conversations that the gateway stores for each tenant."""
 
     def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:
         self._store, self._keys, self._bodies = store, keys, bodies
@@ -116,10 +116,10 @@ class StoredResponseRoutes:
         return Response(found.response, media_type="application/json")
 
     def append(self, tenant: Hashable, conversation_id: str, items: list[dict[str, Any]]) -> None:
-        """Add items to a conversation, if it is still kept."""
+        """Add items to a conversation, unless it was deleted or evicted in the meantime."""
         try:
             found = self._store.find(tenant, conversation_id)
-        except UnknownResponse:  # deleted while it was answered
+        except UnknownResponse:  # it was deleted during the answer
             return
         self._keep(tenant, json.loads(found.response), [*json.loads(found.items), *items])
 
@@ -129,7 +129,7 @@ class StoredResponseRoutes:
         return self._keys.tenant(request.scope)
 
     def _find(self, request: Request, prefix: str) -> StoredResponse:
-        """Return what the path names. Raises UnknownResponse."""
+        """Return the response or conversation whose id the path contains. Raises UnknownResponse."""
         name = request.path_params["name"]
         if not name.startswith(prefix):
             kind = {"conv_": "conversation", "resp_": "response"}[prefix]
@@ -137,7 +137,7 @@ class StoredResponseRoutes:
         return self._store.find(self._tenant(request), name)
 
     def _find_item(self, request: Request) -> tuple[StoredResponse, str]:
-        """Return the conversation that a path names, and the id of its item. Raises UnknownResponse."""
+        """Return the conversation and the item id that the path contains. Raises UnknownResponse."""
         found, item_id = self._find(request, "conv_"), request.path_params["item"]
         if item_id not in found.item_ids:
             raise UnknownResponse(f"the conversation has no item {item_id[:80]!r}")
@@ -154,7 +154,7 @@ class StoredResponseRoutes:
 
 
 def _page(request: Request, items: bytes) -> Response:
-    """Return a page of a list of items, as ``limit``, ``order`` and ``after`` ask. Raises InvalidRequest."""
+    """Return a page of items by the query's ``limit``, ``order`` and ``after``. Raises InvalidRequest."""
     asked = request.query_params
     limit, order, after = asked.get("limit", str(_DEFAULT_LISTED)), asked.get("order", "desc"), asked.get("after")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_LISTED):

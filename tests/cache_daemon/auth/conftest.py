@@ -1,4 +1,4 @@
-"""Real servers on real sockets, real certificates, and callers of all kinds."""
+"""Real servers on real sockets with real certificates, and callers with different credentials."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tenant_id(salt: bytes) -> bytes:
 
 @dataclass
 class Running:
-    """A server of the echo at the daemon's doors."""
+    """A running echo service behind the daemon's listeners."""
 
     addresses: list[str]
     tenants: ReloadableTenantsTable
@@ -54,7 +54,7 @@ class Running:
     stack: AsyncExitStack
 
     async def call(self, method: str, request: bytes = b"", *, door: int = -1, metadata: Any = (), **way: Any) -> bytes:
-        """A unary call over a connection of its own; failures are KVSidecarErrors."""
+        """Make a unary call over a new connection. Raises KVSidecarError if it fails."""
         channel = await self.channel(door, **way)
         try:
             return bytes(
@@ -90,7 +90,7 @@ def tenants_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """Serves the echo as the daemon's settings say; ends with the test."""
+    """Serve the echo service with these settings of the daemon, until the test ends."""
     async with AsyncExitStack() as stack:
 
         async def launch(limits: ListenerLimits | None = None, **settings: Any) -> Running:
@@ -108,7 +108,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def tls(start: Callable[..., Any], server_files: IssuedCertificate, tenants_file: Path) -> Running:
-    """TCP with TLS on the server's side; callers show tokens."""
+    """A TCP listener with the server's TLS certificate; callers authenticate with tokens."""
     return await start(
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file
     )
@@ -118,7 +118,7 @@ async def tls(start: Callable[..., Any], server_files: IssuedCertificate, tenant
 async def mtls(
     start: Callable[..., Any], authority: CertificateAuthority, server_files: IssuedCertificate, tenants_file: Path
 ) -> Running:
-    """TCP where every client must have a certificate of the authority."""
+    """A TCP listener on which every client needs a certificate of the authority."""
     return await start(
         tcp="127.0.0.1:0",
         tls_cert=server_files.certificate,
@@ -129,7 +129,7 @@ async def mtls(
 
 
 async def refused(call: Any, error: type[KVSidecarError]) -> str:
-    """The message that a call is refused with."""
+    """Return the message of a call's refusal."""
     with pytest.raises(error) as caught:
         await call
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""A service of the daemon's shape, without a store: it says who calls, and checks the salt that it is sent."""
+"""Service with the daemon's kinds of calls but without a store: it returns the caller's name and checks salts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVICE = "kvsidecar.test.Echo"
 
 
 class Echo:
-    """Methods take and give bytes."""
+    """Handlers of the service. Requests and answers are plain bytes."""
 
     def __init__(self, principal_of: PrincipalResolver) -> None:
         self._principal_of = principal_of
@@ -42,7 +42,7 @@ class Echo:
         return b"awake"
 
     async def Down(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
-        """Megabytes, as many as asked for."""
+        """Send as many messages of 1 MiB as the request says."""
         try:
             for _ in range(int(request)):
                 yield bytes(1 << 20)
@@ -60,7 +60,7 @@ class Echo:
             self.closed.set()
 
     async def Both(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        """Answers each message; asks anew each time who calls, as Attach does at heartbeats."""
+        """Return each message; resolve the caller anew for each, as Attach does for heartbeats."""
         try:
             async for message in messages:
                 self._principal_of(context)

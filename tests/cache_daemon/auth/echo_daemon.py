@@ -1,4 +1,4 @@
-"""``python -m tests.cache_daemon.auth.echo_daemon``: the daemon's doors in a process, without a store."""
+"""Process with the daemon's listeners but without a store: ``python -m tests.cache_daemon.auth.echo_daemon``."""
 
 from __future__ import annotations
 

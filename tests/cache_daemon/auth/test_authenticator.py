@@ -12,7 +12,7 @@ from cache_daemon.auth.tenants_table import TenantsTable
 
 
 class Call:
-    """A call over TLS: its metadata, and what gRPC says of the client's certificate."""
+    """A call over TLS, with metadata and with gRPC's information about the client's certificate."""
 
     def __init__(self, name: str) -> None:
         self._name = name

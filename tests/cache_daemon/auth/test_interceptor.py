@@ -33,7 +33,7 @@ def knows_friends(context: Context) -> Principal:
 
 
 class Behind:
-    """An echo behind a guard without patience, and a channel to it."""
+    """An echo service behind an interceptor with short timeouts, and a channel to it."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.echo = Echo(knows_friends)

@@ -1,4 +1,4 @@
-"""A durable tier that fails, delays and loses on command, in front of another one. For tests."""
+"""Durable tier that wraps another tier, and fails or delays calls on command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cache_daemon.durable.durable_tier import (
 
 
 class FaultyTier:
-    """A ``DurableTier``. Commands may be given from any thread and hold for the calls that begin after them."""
+    """A ``DurableTier`` with faults. Any thread may give commands; they affect calls that begin later."""
 
     def __init__(self, inner: DurableTier) -> None:
         self.inner = inner
@@ -36,23 +36,23 @@ class FaultyTier:
         self._arrived = threading.Event()
 
     def fail_applies(self, count: int, error: Exception | None = None) -> None:
-        """The next applies raise ``error``, or TierFailed."""
+        """Let the next ``count`` applies raise ``error``, or TierFailed without one."""
         self._apply_errors.extend([error or TierFailed("the disk was told to fail")] * count)
 
     def heal(self) -> None:
-        """No further apply fails."""
+        """Let all further applies succeed."""
         self._apply_errors.clear()
 
     def fill_up(self, count: int) -> None:
-        """The next applies raise OutOfSpace."""
+        """Let the next ``count`` applies raise OutOfSpace."""
         self.fail_applies(count, OutOfSpace("the disk was told to be full"))
 
     def fault_reads(self, count: int, result: ReadResult) -> None:
-        """The next reads of one payload end so, and leave rubbish in the target."""
+        """Let the next ``count`` payload reads return ``result``, and leave garbage in the target."""
         self._read_faults.extend([result] * count)
 
     def hold(self) -> None:
-        """Calls wait until ``let_go``."""
+        """Let calls wait until ``let_go``."""
         self._arrived.clear()
         self._gate.clear()
 
@@ -60,7 +60,7 @@ class FaultyTier:
         self._gate.set()
 
     def wait_until_held(self, timeout: float = 60.0) -> bool:
-        """Whether a call has come to the closed gate in time."""
+        """Wait until a call waits for ``let_go``; return False after ``timeout`` seconds."""
         return self._arrived.wait(timeout)
 
     def _delay(self) -> None:

@@ -1,4 +1,4 @@
-"""The reference engine: a dictionary that keeps every promise of ``engine``."""
+"""Reference remote backend: a dictionary that fulfils the whole contract of a backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cache_daemon.remote.backend import Item, limited, value_limits
 
 
 class InMemoryBackend:
-    """A ``RemoteEngine`` for tests. Several tiers may share one: they are nodes then."""
+    """A ``RemoteEngine`` in memory. Tiers that share one behave like nodes that share a server."""
 
     name = "memory"
     lanes = 1
@@ -19,7 +19,7 @@ class InMemoryBackend:
         self.values: dict[str, tuple[bytes, float | None]] = {}  # and when they end
 
     async def connect(self) -> None:
-        """There is nothing to connect to."""
+        """Do nothing: there is no server."""
 
     async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
         limits = value_limits(names, max_bytes)
@@ -45,4 +45,4 @@ class InMemoryBackend:
         yield [name for name in list(self.values) if name.startswith(prefix)]
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection."""

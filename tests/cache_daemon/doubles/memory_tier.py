@@ -1,4 +1,4 @@
-"""The reference durable tier: it keeps everything in memory, and every promise of ``tier``."""
+"""Reference durable tier: it keeps all chunks in memory, and fulfils the whole contract of ``tier``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Stored:
 
 
 class MemoryTier:
-    """A ``DurableTier`` for tests. ``most_bytes`` is what fits into it; 0 for no limit."""
+    """A ``DurableTier`` in memory. ``most_bytes`` is its capacity; 0 means no limit."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         self._max_bytes = max_bytes
@@ -57,21 +57,21 @@ class MemoryTier:
             waiting.remove(stored)
             given.add(stored.header.prefix_hash)
             header = ChunkHeader()
-            header.CopyFrom(stored.header)  # whoever loads it may change it
+            header.CopyFrom(stored.header)  # a copy, because the caller may change it
             found.append(Loaded(header, stored.last_use, stored.stored_bytes))
         return found
 
     def first_of(self, root: bytes) -> bytes | None:
-        """The prefix hash of a chunk that begins prompts of a root; None when there is none."""
+        """Return the prefix hash of a first chunk of a tenant root; None if there is none."""
         return next((key for key, stored in self._stored.items() if stored.header.parent_prefix_hash == root), None)
 
     def header(self, prefix_hash: bytes) -> ChunkHeader | None:
-        """A stored chunk's header; None when it is missing."""
+        """Return the header of a stored chunk; None if the chunk is missing."""
         stored = self._stored.get(prefix_hash)
         return stored.header if stored is not None else None
 
     def stored_keys(self) -> list[bytes]:
-        """The prefix hashes of all chunks, parents before children."""
+        """Return the prefix hashes of all chunks, parents before children."""
         return [loaded.header.prefix_hash for loaded in self.load()]
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
@@ -126,10 +126,10 @@ class MemoryTier:
         return Usage(size, size, len(self._stored))
 
     def compact(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no file to shrink."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no file to close."""
 
 
 def _drop_orphans(stored: dict[bytes, _Stored]) -> None:

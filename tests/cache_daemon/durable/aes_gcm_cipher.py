@@ -10,7 +10,7 @@ _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
 class AesGcmCipher(XaesGcmCipher):
-    """Writes and reads values as the previous version did: nonce, ciphertext, tag."""
+    """Encrypts and decrypts values in the format of the previous version: nonce, ciphertext, tag."""
 
     max_overhead = _NONCE_BYTES + _TAG_BYTES
 

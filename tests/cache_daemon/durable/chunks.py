@@ -1,4 +1,4 @@
-"""Chunks to store: real headers, payloads that are determined by their tokens."""
+"""Chunks to store, with real headers and with payloads that depend only on the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET = 64 << 20
 
 
 def payload_of(header: ChunkHeader) -> bytes:
-    """Noise that is another for every chunk."""
+    """Return pseudorandom bytes, which differ for every chunk."""
     return random.Random(header.prefix_hash).randbytes(header.payload_bytes)
 
 
@@ -30,7 +30,7 @@ def chunk(
     payload: bytes | None = None,
     root: bytes = ROOT,
 ) -> Put:
-    """128 bytes of payload for each token."""
+    """Return a chunk with 128 bytes of payload for each token."""
     start = parent.header.start_position + len(parent.header.token_ids) if parent else 0
     header = new_header(GEOMETRY, list(tokens), start)
     header.root, header.tenant = root, keys.tenant_id(b"")
@@ -44,7 +44,7 @@ def chunk(
 
 
 def chain(length: int, tokens: int = 16, seed: int = 0) -> list[Put]:
-    """Chunks of which each is the parent of the next."""
+    """Return chunks, each of which is the parent of the next one."""
     found: list[Put] = []
     for i in range(length):
         found.append(chunk([seed, i, *range(tokens - 2)], found[-1] if found else None))
@@ -56,7 +56,7 @@ def key_of(put: Put) -> bytes:
 
 
 def read(tier: DurableTier, *puts: Put) -> list[ReadResult]:
-    """Reads chunks; whatever is SOUND has the bytes that were put."""
+    """Read chunks; check that every chunk without an error has the stored bytes."""
     targets = [bytearray(put.header.payload_bytes) for put in puts]
     jobs = [
         ReadJob(key_of(put), memoryview(target), put.header.checksum) for put, target in zip(puts, targets, strict=True)
@@ -72,7 +72,7 @@ def is_sound(tier: DurableTier, put: Put) -> bool:
 
 
 def opened(folder: Path, budget_bytes: int = BUDGET, **options: object) -> LmdbTier:
-    """A tier that has loaded."""
+    """Return an open tier that has loaded its chunks."""
     tier = LmdbTier(folder, budget_bytes, **options)  # type: ignore[arg-type]
     list(tier.load())
     return tier

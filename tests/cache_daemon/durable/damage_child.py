@@ -1,7 +1,7 @@
-"""Run as a process of its own: flips bits of a store, and uses it, each time in a child that may not crash.
+"""Program that flips bits of a store, and uses the damaged store in child processes, which must not crash.
 
-Usage: damage_child.py STORE WORK FIRST COUNT. Prints a line of JSON per flip: what became of the child, and what it
-read. Exit codes of children are for the caller to judge.
+Usage: damage_child.py STORE WORK FIRST COUNT. The program prints a line of JSON for each flip, with the exit code of
+the child and the chunks that it read. The caller checks the exit codes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def stored_chains() -> list[list[object]]:
 
 
 def flip(file: Path, rng: random.Random) -> int:
-    """One bit, mostly of pages that hold structure: meta pages, branches, leaves, headers of large values."""
+    """Flip one bit, mostly in pages of LMDB's structure: meta pages, branches, leaves, headers of large values."""
     size = file.stat().st_size
     page = rng.randrange(size // 4096)
     kind = rng.random()
@@ -45,7 +45,7 @@ def flip(file: Path, rng: random.Random) -> int:
 
 
 def use(folder: Path) -> dict[str, int]:
-    """Opens, reads everything, writes, removes, opens again. Raises AssertionError for wrong bytes."""
+    """Open a store, read all chunks, write, remove, and open it again. Raises AssertionError for wrong bytes."""
     chains = stored_chains()
     tier = opened(folder)
     sound = corrupt = 0
@@ -56,7 +56,7 @@ def use(folder: Path) -> dict[str, int]:
         missing = [i for i, result in enumerate(results) if result is ReadResult.MISSING]
         assert not missing or missing == list(range(missing[0], LENGTH)), "a chunk is there without its parent"
     fresh = chunk([7, 7, 7])
-    for _ in range(4):  # a store that failed opens again at the next try
+    for _ in range(4):  # after a failed open, the next try must succeed
         try:
             tier.apply(WriteGroup(remove=(key_of(chains[0][0]),)))  # type: ignore[arg-type]
             assert store(tier, fresh) == [PutOutcome.STORED]
@@ -88,7 +88,7 @@ def main(source: Path, work: Path, first: int, count: int) -> None:
             os.close(reader)
             try:
                 answer = use(work)
-            except BaseException as error:  # told to the parent, which judges it
+            except BaseException as error:  # reported to the parent, which checks it
                 answer = {"error": repr(error)}  # type: ignore[dict-item]
             os.write(writer, json.dumps(answer).encode())
             os._exit(0)

@@ -83,7 +83,7 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 
 class During(MemoryTier):
-    """A tier during whose export something else happens."""
+    """A tier that calls a function in the middle of its export."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ STORED, CANCELLED = PutOutcome.STORED, PutOutcome.CANCELLED
 
 
 class Desk:
-    """A writer with its tier, and what it has reported."""
+    """A writer with its tier; records the writer's reports."""
 
     def __init__(self, tier: FaultyTier) -> None:
         self.tier = tier
@@ -45,7 +45,7 @@ class Desk:
         return [self.heard[key_of(put)] for put in puts]
 
     async def held(self) -> None:
-        """The writer is in the middle of a transaction."""
+        """Hold the writer in the middle of a transaction during the block."""
         await until(lambda: self.tier.wait_until_held(0))
 
 

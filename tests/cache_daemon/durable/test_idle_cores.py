@@ -12,7 +12,7 @@ from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 
 class Clock:
-    """A machine whose cores are idle as it is told, and which counts how long it was waited for."""
+    """A simulated machine: the test sets how idle its cores are, and it sums the seconds of all waits."""
 
     def __init__(self) -> None:
         self.at = self.idle_seconds = self.own_seconds = self.waited = 0.0

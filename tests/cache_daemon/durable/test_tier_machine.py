@@ -41,7 +41,7 @@ names = st.sampled_from([b"pin", b"verdict", b"8 bytes!", b"n" * 300])
 
 
 class Tiers(RuleBasedStateMachine):
-    """Groups of everything at once, against ``MemoryTier``."""
+    """Applies random groups of changes to the LMDB tier and to ``MemoryTier``, and compares both."""
 
     @initialize(key=st.sampled_from([None, b"k" * 32]), compression=st.sampled_from(["none", "zstd"]))
     def start(self, key: bytes | None, compression: str) -> None:
@@ -78,7 +78,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule()
     def refuse(self) -> None:
-        """A group with a chunk that can never fit changes nothing."""
+        """Check that a group with a chunk that can never fit changes nothing."""
         try:
             self.tier.apply(WriteGroup(tuple(map(key_of, FAMILY)), (TOO_LARGE,), {b"x": b""}))
         except OutOfSpace:

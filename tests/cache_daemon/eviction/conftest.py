@@ -1,4 +1,4 @@
-"""Entries, and a tier without a forest."""
+"""Entries of eviction policies, and a tier whose entries have no parents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NewPolicy = Callable[[], EvictionPolicy]
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """An entry named by a number."""
+    """An entry whose name is a number."""
 
     number: int
     size_bytes: int = 1000
@@ -34,7 +34,7 @@ def new_policy(request: pytest.FixtureRequest) -> NewPolicy:
 
 
 def hits(policy: EvictionPolicy, requests: Iterable[int], capacity: int) -> int:
-    """How many requests a tier of ``capacity`` equal entries has in store."""
+    """Return the number of requests that are hits in a tier of ``capacity`` equal entries."""
     here: dict[int, Item] = {}
     found = 0
     for number in requests:

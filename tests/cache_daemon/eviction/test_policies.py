@@ -23,7 +23,7 @@ moves = st.lists(
 
 
 class Tier:
-    """Does the moves that make sense, and knows what is in."""
+    """Makes the moves that are valid for a policy, and tracks the entries in the tier."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -144,7 +144,7 @@ def test_refuses_to_do_things_twice(new_policy: NewPolicy) -> None:
 
 def test_gives_up_children_before_their_parents(new_policy: NewPolicy) -> None:
     class Watched:
-        """The policy, with an eye on what it lets go."""
+        """Wraps a policy, and checks every removed entry."""
 
         def __init__(self) -> None:
             self.policy = new_policy()

@@ -1,7 +1,8 @@
-"""Another process that imports device memory: ``imported_reader KIND SIZE_BYTES SOCKET PARTS...``.
+"""Program that imports another process's device memory: ``imported_reader KIND SIZE_BYTES SOCKET PARTS...``.
 
-It receives the memory's handle, then writes the sum of each part, ``OFFSET:SIZE``, to its output; the last one after a
-line of its input. With ``KVSIDECAR_FAKE_DRIVER`` it loads the fake driver first.
+The program receives the handle of the memory over the socket. Each of the parts is ``OFFSET:SIZE``; the program prints
+the sum of its bytes. Before the last sum, it waits for a line of input. With ``KVSIDECAR_FAKE_DRIVER``, it first loads
+the fake driver.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_memory_goes_when_its_last_holder_has_gone() -> None:
 
 
 class Legacy(LegacyMemory):
-    """Stands for device memory: only the handle is asked for."""
+    """Substitute of device memory that has only a handle."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes, self.device_uuid = size_bytes, b"u" * 16

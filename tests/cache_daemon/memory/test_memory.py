@@ -254,7 +254,7 @@ def test_idle_staging_gives_its_memory_back_and_never_what_is_reserved() -> None
 
 
 class Shares:
-    """Answers one byte instead of a descriptor, or fails."""
+    """Server that sends one byte instead of a file descriptor, or fails."""
 
     failing = False
 

@@ -46,7 +46,7 @@ FIRST = [1, 2, 3, 4]
 
 @dataclass
 class Traced:
-    """A service in this process, its channel and its telemetry."""
+    """A service in this process, with a channel to it and its telemetry."""
 
     bench: Bench
     stub: Any
@@ -56,7 +56,7 @@ class Traced:
     reuse: ReuseMetrics
 
     async def spans(self) -> dict[str, Any]:
-        """Finished spans by the last part of their name; waits for calls to end on the server, too."""
+        """Return finished spans by the last part of their names, after the calls have ended on the server, too."""
         await asyncio.sleep(0.05)
         return {span.name.rpartition("/")[2]: span for span in self.exporter.get_finished_spans()}
 

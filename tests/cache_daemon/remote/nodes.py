@@ -1,4 +1,4 @@
-"""Nodes of a fleet in this process: stores that share a backend."""
+"""Nodes of a fleet in this process: stores that share a remote backend."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from cache_daemon.store.lookup import FetchHints
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.stores import Bench, opened
 
-# Dear enough that everything is worth bringing, and known.
+# A known prefill cost, so high that every stored chunk is worth a fetch.
 PRICE = 1.0
 CHUNK = 16
 
 
 def prompt(chunks: int, first: int = 0) -> list[int]:
-    """Tokens of ``chunks`` chunks; prompts with another ``first`` have nothing in common."""
+    """Return the tokens of ``chunks`` chunks. Prompts with different ``first`` share no prefix."""
     return [first * 100_000 + i for i in range(chunks * CHUNK)]
 
 
@@ -39,7 +39,7 @@ def cuts_of(ids: list[int]) -> list[int]:
 
 @dataclass
 class FleetNode:
-    """A store and its remote tier, with a worker's operations on both."""
+    """A store with its remote tier, and a worker's operations on them."""
 
     bench: Bench
     tier: RemoteTier
@@ -54,9 +54,9 @@ class FleetNode:
         return self.bench.store.stats()
 
     async def read(self, ids: list[int], salt: bytes = b"", deleted: bool = False) -> None:
-        """Store a prompt, as a worker that has computed it.
+        """Store a prompt, as a worker does that has computed it.
 
-        ``deleted`` if its tenant may be deleted meanwhile, which invalidates reservations.
+        ``deleted`` says that the tenant may be deleted meanwhile, which invalidates reservations.
         """
         parent = b""
         for start, end in pairwise([0, *cuts_of(ids)]):
@@ -71,14 +71,14 @@ class FleetNode:
     async def ask(
         self, ids: list[int], salt: bytes = b"", price: float = PRICE, patience: float = 5.0
     ) -> tuple[int, FetchResult]:
-        """Look a prompt up and check every byte. Returns the tokens found, and the result of the remote fetch."""
+        """Look a prompt up and check every byte. Returns the number of found tokens, and the remote fetch's result."""
         brought = await self.remote.fetch(
             self.bench.session, salt, keys.token_bytes(ids), FetchHints(cuts_of(ids), price, patience)
         )  # fmt: skip
         return await self.bench.found(ids, salt), brought
 
     async def share(self, ids: list[int], salt: bytes = b"", deleted: bool = False) -> None:
-        """Read a prompt and use it again, so that the backend has it afterwards; ``deleted`` as for ``read``."""
+        """Store a prompt and use it again, so that the backend gets its chunks. ``deleted`` is as in ``read``."""
         await self.read(ids, salt, deleted)
         await self.bench.found(ids, salt)
         await self.sent()
@@ -99,7 +99,7 @@ async def node(
     arena_bytes: int = 400 * 4096,
     **store: object,
 ) -> AsyncIterator[FleetNode]:
-    """Run a connected node for the length of a block."""
+    """Run a connected node during the block."""
     tier = RemoteTier(engine, KeySchema(prefix), cipher or NullCipher(), clock)
     settings = RemoteSettings(tier, write, ttl_seconds)
     async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ async def node(
 
 
 async def until(done: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Wait until a condition holds. Returns the seconds that it took."""
+    """Wait until a condition holds; return the seconds of the wait."""
     began = time.monotonic()
     while not done():
         assert time.monotonic() - began < seconds, "it did not come to that"
@@ -117,7 +117,7 @@ async def until(done: Callable[[], bool], seconds: float = 60.0) -> float:
 
 
 class Slow(InMemoryBackend):
-    """A backend that waits, hangs and fails on command, and counts reads."""
+    """A backend that delays calls, hangs and fails on command, and counts reads."""
 
     def __init__(self, part_bytes: int = 1 << 20) -> None:
         super().__init__(part_bytes)
@@ -158,7 +158,7 @@ class Slow(InMemoryBackend):
 
 
 class Gated(InMemoryBackend):
-    """A backend whose payloads leave it at once, and arrive on command."""
+    """A backend that reads payloads at once, but delivers them on command."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -165,7 +165,7 @@ class Apart:
         return getattr(self._engine, name)
 
     async def close(self) -> None:
-        """Do nothing: other nodes use it, too."""
+        """Do nothing: other nodes use this backend, too."""
 
 
 @pytest.mark.parametrize("away", [False, True])

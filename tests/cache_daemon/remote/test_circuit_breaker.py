@@ -220,7 +220,7 @@ def test_good_news_is_believed_sooner_than_bad() -> None:
 
 
 class Held(InMemoryBackend):
-    """A backend whose reads end on command, well or not."""
+    """A backend whose reads succeed or fail on command."""
 
     def __init__(self) -> None:
         super().__init__()

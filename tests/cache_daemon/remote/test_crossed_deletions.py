@@ -35,7 +35,7 @@ async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what:
 
 
 class Forgetful(InMemoryBackend):
-    """A backend that does its work and loses the answer on command."""
+    """A backend that, on command, does the work of a call but loses the answer."""
 
     loses, lost = False, 0
 

@@ -35,7 +35,7 @@ STALL_MS = 800.0
 
 
 class Fleet:
-    """Two daemons, each with a network of its own to one server."""
+    """Two daemons, each with its own network path to one server."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.server = stack.enter_context(RedisServer(folder))
@@ -57,7 +57,7 @@ class Fleet:
             self.until(node, lambda stats: not stats.remote_failing)
 
     def fresh(self, chunks: int = 4) -> list[int]:
-        """Return a prompt that was never read."""
+        """Return a new prompt."""
         self._next += 1
         return prompt(chunks, self._next)
 
@@ -67,7 +67,7 @@ class Fleet:
             parent = self.peers[node].put(ids[start:end], start, parent)
 
     def ask(self, node: int, ids: list[int], price: float = PRICE) -> int:
-        """Look a prompt up as a worker does, and check every byte. Returns the tokens found."""
+        """Look a prompt up as a worker does, and check every byte; return the number of found tokens."""
         peer = self.peers[node]
         request = pb.MatchRequest(session_id=peer.session, token_ids=ids, cuts=cuts_of(ids), seconds_per_token=price)
         began = time.monotonic()
@@ -82,7 +82,7 @@ class Fleet:
         return at
 
     def finds(self, node: int, ids: list[int], tokens: int) -> bool:
-        """Ask until a prompt's stored tokens are found: a lookup that a busy machine delays gives up."""
+        """Ask again until a prompt's stored tokens are found, because a busy machine may delay a lookup too much."""
         deadline = time.monotonic() + SOON
         while (found := self.ask(node, ids)) != tokens and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -102,7 +102,7 @@ class Fleet:
         self.until(node, lambda stats: stats.remote_pending == 0)
 
     def works(self) -> bool:
-        """Return True if B finds a prompt that A reads now."""
+        """Let A store a new prompt; return True if B finds it."""
         ids = self.fresh()
         self.read(0, ids)
         deadline = time.monotonic() + 1.0

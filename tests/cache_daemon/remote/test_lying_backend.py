@@ -27,7 +27,7 @@ def test_a_sound_payload_of_another_chunk_is_not_believed() -> None:
 
 
 class Forgetless(InMemoryBackend):
-    """A backend that keeps expired values, as S3 does until its rules are applied."""
+    """A backend that keeps expired values, as S3 does until it applies its lifecycle rules."""
 
     async def put_many(self, items: list[Item], ttl_seconds: int | None) -> None:  # type: ignore[override]
         await super().put_many(items, None)

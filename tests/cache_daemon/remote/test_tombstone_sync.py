@@ -42,7 +42,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shared:
-    """A backend that stays when a node ends; ``fresh`` is a connection of another node."""
+    """A backend that survives the end of a node. ``fresh`` returns a connection for another node."""
 
     def __init__(self, url: str = "") -> None:
         self._url, self._one = url, InMemoryBackend()

@@ -116,7 +116,7 @@ def test_a_time_that_nobody_may_ask_for_is_refused(start: Start) -> None:
 
 
 class Losing:
-    """A stub of a daemon that evicts a chunk when somebody wants to fetch it."""
+    """A daemon's stub that evicts a chunk before each fetch of it."""
 
     def __init__(self, stub: Any, key: bytes) -> None:
         self._stub, self._key = stub, key

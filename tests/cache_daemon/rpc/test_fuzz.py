@@ -33,7 +33,7 @@ ALLOWED_STALL_MS = 150.0
 
 
 class Behaved:
-    """A worker that stores, reads and checks every byte; ``waits_ms`` is how long each Match took."""
+    """A well-behaved worker: it stores prompts, reads them and checks every byte. ``waits_ms`` has its read times."""
 
     def __init__(self, node: Node) -> None:
         self.peer = Peer(node, "behaved")
@@ -53,7 +53,7 @@ class Behaved:
 
 
 class Bystander(threading.Thread):
-    """Sleeps, and measures by how much the machine lets it sleep too long."""
+    """Thread that only sleeps; it records by how much the machine exceeds the sleep's time at most."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

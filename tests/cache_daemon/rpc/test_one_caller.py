@@ -45,7 +45,7 @@ class Guest:
         return bytes(self.channel.unary_unary(path, None, None)(body, timeout=30))
 
     def attach(self, name: str = "guest") -> tuple[Any, queue.SimpleQueue[Any]]:
-        """Return a session's stream, and the queue of messages to send."""
+        """Open a session; return its stream, and the queue of messages to send."""
         return self.welcomed(name)[1:]
 
     def welcomed(self, name: str = "guest") -> tuple[pb.Welcome, Any, queue.SimpleQueue[Any]]:
@@ -63,7 +63,7 @@ class Guest:
         return next(call).welcome, call, said
 
     def begin_store(self, number: int, tokens: int, sent: int = 0) -> Any:
-        """Begin a Store call that stays open after ``sent`` MiB."""
+        """Begin a Store call, send ``sent`` MiB, and leave the call open."""
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._open.append(said)
         header = new_header(WIDE, [number * 1000 + n for n in range(tokens)], 0)

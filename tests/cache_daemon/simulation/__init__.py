@@ -1,5 +1,5 @@
-"""A deterministic world for the store: an event loop, threads, clocks, disks and a remote engine that a seed orders.
+"""Deterministic simulation of the store: a seed orders event loop, threads, clocks, disks and remote backend.
 
-One operating-system thread runs everything; no real time passes. The same plan gives the same log, byte for byte.
-``python -m tests.cache_daemon.simulation`` explores many seeds; imports nothing but the store and what tests have.
+One operating-system thread runs everything, and no real time passes. The same plan gives the same log, byte for byte.
+``python -m tests.cache_daemon.simulation`` explores many seeds. The package imports only the store and test code.
 """

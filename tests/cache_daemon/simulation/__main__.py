@@ -1,7 +1,8 @@
 """The nightly run: ``python -m tests.cache_daemon.simulation --seeds 200 --steps 5000``.
 
-Prints its progress, each seed that fails with the shortest plan that fails alike, and at the end seeds, steps and
-failures; the exit status is 1 when a seed failed. ``--first N --seeds 1`` replays one seed, ``--log`` with its log.
+The command prints its progress, then the numbers of seeds, steps and failures. For each failing seed, it prints the
+shortest plan that fails in the same way. The exit status is 1 if a seed failed. ``--first N --seeds 1`` replays one
+seed; with ``--log``, it also prints the log.
 """
 
 from __future__ import annotations

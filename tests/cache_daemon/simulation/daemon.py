@@ -1,4 +1,4 @@
-"""One simulated daemon, and the tester's model of it."""
+"""One simulated daemon, and the test's model of its state."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _KINDS = {number: name.removeprefix("EVENT_TYPE_") for name, number in pb.EventT
 
 
 class Daemon:
-    """Starts, stops and crashes a store over a disk of its own, and mirrors its index from its events."""
+    """Starts, stops and crashes a store with its own disk. From the store's events, it keeps a copy of the index."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.disk = Disk(world.loop.hub)
         self.network = Network()
         self.life = Life(is_over=True)
-        self.listed: dict[bytes, int] = {}  # what must be in the index, and since when
-        self.alive: dict[tuple[bytes, tuple[int, ...]], None] = {}  # paths that must be found
+        self.listed: dict[bytes, int] = {}  # chunks that the index must have, and since when
+        self.alive: dict[tuple[bytes, tuple[int, ...]], None] = {}  # paths that lookups must find
         self.pinned: Counter[tuple[bytes, bytes]] = Counter()
         self.committed: dict[bytes, int] = {}  # when a chunk last became visible here
         self.corrupt = 0
         self.deleting: list[tuple[bytes, bytes]] = []
-        self.before: dict[bytes, tuple[float, bool]] = {}  # what was durable at an orderly end: last use, pinned
-        self.told_durable: list[Chunk] = []  # what was told to be durable before a crash
+        self.before: dict[bytes, tuple[float, bool]] = {}  # durable chunks at a shutdown: time of last use, pinned
+        self.told_durable: list[Chunk] = []  # chunks that were reported durable before a crash
 
     @property
     def is_up(self) -> bool:
         return not self.life.is_over
 
-    # ---- beginning and end ----------------------------------------------------------------------------------
+    # ---- start and end --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         world = self.world
@@ -115,7 +115,7 @@ class Daemon:
         return self.store.open_session("s", described, keys.namespace_id(described))
 
     def heal(self) -> None:
-        """Repair disk and network."""
+        """End all faults of disk and network."""
         self.tier._apply_errors.clear()
         self.tier._read_faults.clear()
         self.tier.let_go()
@@ -140,7 +140,7 @@ class Daemon:
         self.life.is_over = True
 
     def crash(self) -> None:
-        """End the process: nothing that its tasks and threads still do has an effect."""
+        """Crash the process. Its tasks and threads have no effect any more."""
         life, loop = self.life, self.world.loop
         self.drive.cut()
         if self.connection is not None:
@@ -158,7 +158,7 @@ class Daemon:
         self.deleting.clear()
 
     def complete(self, work: Coroutine[Any, Any, Any], why: str) -> Any:
-        """Run a coroutine of this daemon to its end."""
+        """Run the simulation until a coroutine of this daemon has ended; return its result."""
         before = OWNER.set(self.life)
         try:
             return self.world.loop.complete(work, f"{why} of {self.name}")
@@ -171,7 +171,7 @@ class Daemon:
         self, name: str, session: Session | None, root: bytes, work: Coroutine[Any, Any, Any],
         done: Callable[[Any], None] = lambda _: None,
     ) -> Call:  # fmt: skip
-        """Start a call, as a request that has arrived. ``done`` is called with its answer at once."""
+        """Start a call, as if a request had arrived. ``done`` gets the answer when the call ends."""
         begun = False
 
         async def run() -> None:
@@ -189,7 +189,7 @@ class Daemon:
         return call
 
     def reap(self) -> None:
-        """Record how calls ended."""
+        """Record the results of calls that have ended."""
         for call in [c for c in self.calls if c.task.done()]:
             self.calls.remove(call)
             if call.task.cancelled():
@@ -202,7 +202,7 @@ class Daemon:
                 raise AssertionError(f"{call.name} of {self.name} raised {type(error).__name__}: {error}") from error
             self.world.say(f"{self.name} {call.name} ended {type(error).__name__ if error else 'well'}")
 
-    # ---- what the events tell -------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------------
 
     def _heard(self, kind: int, state: ChunkSnapshot) -> None:
         world, key = self.world, state.header.prefix_hash
@@ -234,7 +234,7 @@ class Daemon:
             self.world.expect(seen == scene.payload_of(key, len(seen)), f"{self.name} shows other bytes than those")
 
     def _check_author(self, key: bytes, path: Path) -> None:
-        """Record when a worker last stored a chunk, and check that its reservation was not deleted since."""
+        """Record that a worker stored a chunk; check that no deletion has covered it since its reservation."""
         found = self.store._reservations._open.get(key)
         if found is None:
             return
@@ -250,7 +250,7 @@ class Daemon:
             )
 
     def _check_reason(self, what: str, key: bytes, path: Path) -> None:
-        """Check that a path ends for a reason."""
+        """Check that a removed chunk was evicted, deleted or corrupt."""
         if what == "EVICTED" or (path.root, path.tokens) not in self.alive:
             return
         corrupt = self.store.counters.corrupt_chunks > self.corrupt
@@ -265,7 +265,7 @@ class Daemon:
         return sum(n for _, n in self.store.tiers.index.match(path.root, path.ids)) == len(path.tokens)
 
     def forget(self, path: Path) -> None:
-        """Allow paths through a chunk's tokens to end: it was evicted or deleted."""
+        """No longer expect paths through a chunk, because the chunk was evicted or deleted."""
         first = path.tokens[: path.begin + 1]
         self.alive = {(r, p): None for r, p in self.alive if r != path.root or p[: path.begin + 1] != first}
         for root, key in list(self.pinned):
@@ -273,7 +273,7 @@ class Daemon:
                 del self.pinned[root, key]
 
     def keep_durable(self) -> None:
-        """Forget chunks that are not on disk; call it while the index is as it was."""
+        """No longer expect chunks that are not on disk. Call this before the index changes."""
         self.alive = {(r, p): None for r, p in self.alive if self._ends_durably(r, p)}
         tokens = {pin: self.world.paths[pin[1]].tokens for pin in self.pinned}
         self.pinned = Counter({pin: n for pin, n in self.pinned.items() if self._ends_durably(pin[0], tokens[pin])})
@@ -283,20 +283,20 @@ class Daemon:
         return sum(n for _, n in found) == len(tokens) and all(c.disk_state is Residency.PRESENT for c, _ in found)
 
     def knows(self, root: bytes) -> bool:
-        """Return True if it has observed a tenant's epochs in the backend."""
+        """Return True if the daemon has observed a tenant's deletion epochs in the backend."""
         if not self.is_up:
             return deletion_epochs.NOTE_PREFIX + root in self.disk.notes()
         remote = self.store.remote
         return remote is not None and (not root or root in remote._epochs._tenants)
 
     def has_to_delete(self, root: bytes) -> bool:
-        """Return True if its own deletion of a tenant waits for the backend."""
+        """Return True if a deletion of the tenant by this daemon waits for the backend."""
         if not self.is_up:
             return any(name.startswith(tombstones.NOTE_PREFIX) for name in self.disk.notes())
         return self.store.remote is not None and self.store.remote._deletions.is_deleting(root)
 
     def durably_pinned(self) -> set[bytes]:
-        """Return the keys of pins whose own chunk is durable: such a pin survives a restart."""
+        """Return the keys of pins that survive a restart, because the pinned chunk is durable."""
         index, pins = self.store.tiers.index, self.store._pins._pins_of
         return {c.key for chunk in pins if chunk.disk_state is Residency.PRESENT for c in index.path(chunk)}
 
@@ -304,7 +304,7 @@ class Daemon:
     def durable(self) -> list[Chunk]:
         return [c for c in self.store.tiers.index if c.disk_state is Residency.PRESENT]
 
-    # ---- what always holds ----------------------------------------------------------------------------------
+    # ---- invariants -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
@@ -356,6 +356,6 @@ class Daemon:
                 assert account.pinned_bytes <= limits.pin_bytes, "a tenant has too much pinned"
 
     def check_disk(self) -> None:
-        """Raise AssertionError unless all chunks on disk are in the index; call it while nothing is in flight."""
+        """Raise AssertionError unless all chunks on disk are in the index. Call this while no write is in flight."""
         strangers = self.disk.contents - self.listed.keys()
         assert not strangers, f"{[self.world.paths[k].tokens for k in strangers]} is on the disk of {self.name} alone"

@@ -15,7 +15,7 @@ from tests.cache_daemon.simulation.thread import Hub
 
 
 class Disk(MemoryTier):
-    """Contents that survive. A transaction is written, then synced; a crash between the two undoes it."""
+    """Contents of a disk, which survive a crash. A crash between write and sync undoes a transaction."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__()
@@ -23,11 +23,11 @@ class Disk(MemoryTier):
         self._synced = ({}, {})  # type: tuple[dict[bytes, object], dict[bytes, bytes]]
 
     def load(self) -> list[Loaded]:
-        """Load the chunks; each load creates new headers, as a disk does."""
+        """Load the chunks. Each load creates new header objects, as a load from a real disk does."""
         return [Loaded(ChunkHeader.FromString(found[0].SerializeToString()), *found[1:]) for found in super().load()]
 
     def crash(self) -> None:
-        """Lose what was not synced."""
+        """Drop all changes that were not synced."""
         self._stored, self._notes = dict(self._synced[0]), dict(self._synced[1])  # type: ignore[arg-type]
 
     def sync(self) -> None:
@@ -36,12 +36,12 @@ class Disk(MemoryTier):
 
     @property
     def contents(self) -> set[bytes]:
-        """The prefix hashes of all chunks."""
+        """Prefix hashes of all chunks."""
         return set(self._stored)
 
 
 class Drive:
-    """A disk during one start of a daemon: it takes time, and is ``cut`` off when the daemon crashes."""
+    """A daemon's access to a disk from start to end. Calls take time; ``cut`` ends the access at a crash."""
 
     def __init__(self, disk: Disk, hub: Hub) -> None:
         self.disk, self._hub = disk, hub
@@ -74,7 +74,7 @@ class Drive:
         done = self.disk.apply(group)
         self._take_time()
         self.disk.sync()
-        self._hub.pause()  # it is on disk, and nobody has heard of it
+        self._hub.pause()  # the transaction is on disk, but the daemon does not know it yet
         return done
 
     def notes(self) -> dict[bytes, bytes]:
@@ -84,14 +84,14 @@ class Drive:
         return self.disk.usage()
 
     def compact(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no file to shrink."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no file to close."""
 
 
 class SimulatedArena(MemoryArena):
-    """An arena whose copies and reads are interleaved with other work."""
+    """An arena whose copies and reads let other work run in between."""
 
     def __init__(self, size_bytes: int, hub: Hub) -> None:
         super().__init__(size_bytes)
@@ -108,7 +108,7 @@ class SimulatedArena(MemoryArena):
 
 
 class SimulatedDeviceArena(GpuArena):
-    """The same in device memory."""
+    """A ``SimulatedArena`` in device memory."""
 
     def __init__(self, size_bytes: int, hub: Hub) -> None:
         super().__init__(HostMemory(size_bytes))

@@ -1,4 +1,4 @@
-"""A remote backend that several daemons share, over a network that takes time and fails."""
+"""Remote backend that several daemons share over a network with delays and faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 
 
 class Network:
-    """Faults of calls: the next ``failing`` calls fail, before or after they did their work."""
+    """Faults of a daemon's network: the next ``failing`` answers are lost; with ``is_away``, no call arrives."""
 
     def __init__(self, seconds: float = 0.002) -> None:
         self.seconds, self.failing = seconds, 0
@@ -28,7 +28,7 @@ class Connection:
         self.is_cut = False
 
     def cut(self) -> None:
-        """Drop all further requests: the daemon is dead."""
+        """Drop all further requests, because the daemon is dead."""
         self.is_cut = True
 
     async def _there(self) -> None:
@@ -55,7 +55,7 @@ class Connection:
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         await self._there()
-        for item in items:  # not at once, as the protocol allows
+        for item in items:  # one by one, because the contract allows that
             await self._engine.put_many([item], ttl_seconds)
             await asyncio.sleep(0)
             if self.is_cut:
@@ -79,4 +79,4 @@ class Connection:
         await self._back()
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection to close."""

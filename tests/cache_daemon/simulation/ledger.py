@@ -1,4 +1,4 @@
-"""The tester's records of a simulated daemon: paths, leases, reservations, running calls."""
+"""The test's records about a simulated daemon: paths, leases, reservations, running calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from cache_daemon.store.sessions import Session
 
 
 class Path(NamedTuple):
-    """Position of a chunk: its tokens from the prompt's begin, its start, and the keys up to its own."""
+    """Position of a chunk in a prompt.
+
+    ``tokens`` are all tokens up to the chunk's end, and ``begin`` is the chunk's start. ``chain`` has the keys of all
+    chunks up to this one.
+    """
 
     root: bytes
     tokens: tuple[int, ...]
@@ -29,7 +33,7 @@ class Path(NamedTuple):
 
 @dataclass(eq=False)
 class Life:
-    """One start of a daemon, and the tasks that end with it."""
+    """The time from a start of a daemon to its end or crash, and the tasks that end with it."""
 
     tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     is_over: bool = False
@@ -37,7 +41,7 @@ class Life:
 
 @dataclass(eq=False)
 class Held:
-    """A lease of the test, and the bytes that it showed at first."""
+    """A lease of the test, and the bytes that the leased chunks had at first."""
 
     session: Session
     result: MatchResult
@@ -55,7 +59,7 @@ class Open:
 
 @dataclass(eq=False)
 class Call:
-    """A call that runs beside the test's other steps."""
+    """A call that runs concurrently with later steps."""
 
     name: str
     session: Session | None

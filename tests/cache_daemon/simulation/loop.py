@@ -1,4 +1,4 @@
-"""The event loop of a simulation, with a clock of its own."""
+"""Event loop of a simulation, with its own clock."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 from tests.cache_daemon.simulation.thread import Hub, SimulatedExecutor
 
-# The clock's first reading, so that "long ago" is not before it.
+# The clock's first value; large enough that no time in the past is negative.
 _FIRST_SECONDS = 1000.0
-# A reading of the clock takes so long, and sometimes as long as a piece of work that gives others their turn.
+# A reading of the clock takes the first time. Sometimes it takes the second, like a longer piece of work.
 _READING_SECONDS, _SLOW_SECONDS = 1e-6, 0.005
-# Virtual seconds and steps after which a wait that has not ended never will.
+# If a wait has not ended after this many virtual seconds or steps, it never will.
 _PATIENCE_SECONDS, _MOST_TURNS = 300.0, 200_000
 _MOST_JUMP_SECONDS = 5.0
-# A task that goes on after so many cancellations waits for what has ended.
+# A task that still runs after this many cancellations waits for work that has already ended.
 _CANCELLED_ENOUGH = 5
 
 
 class Stuck(AssertionError):
-    """The simulation cannot go on, or does not end."""
+    """The simulation has no more work although a test waits, or it does not end."""
 
 
 class Order:
-    """Draws which callback, thread or timer runs next.
+    """Random choice of the callback, thread or timer that runs next; ``number`` is the seed.
 
-    Number 0 draws nothing: the loop first, then threads in their order, and no early timer.
+    Number 0 is the plain order without random choices: first the loop, then threads in their order, and no early timer.
     """
 
     def __init__(self, number: int) -> None:
@@ -43,10 +43,11 @@ class Order:
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """An asyncio loop whose time passes when nothing else can happen, or when the order says so.
+    """An asyncio loop with virtual time. Time passes when no work can run, or when the ``Order`` says so.
 
-    Callbacks of ``call_soon`` run in order, as asyncio promises and the store relies on. The order draws what the
-    outside world decides: when a thread gets on, when its outcome arrives, when a timer is early for a slow thread.
+    Callbacks of ``call_soon`` run in order, because asyncio guarantees that and the store relies on it. The ``Order``
+    chooses what the operating system would decide: when a thread continues, when its result arrives, and whether a
+    timer fires before a slow thread ends.
     """
 
     def __init__(self) -> None:
@@ -64,14 +65,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self.now
 
     def read_clock(self) -> float:
-        """The time as a call of ``time.monotonic`` reads it."""
+        """Return the time, as ``time.monotonic`` does; the call itself takes some virtual time."""
         self.now += _SLOW_SECONDS if self.order.chance(0.02) else _READING_SECONDS
         return self.now
 
-    # ---- what an asyncio loop is asked for --------------------------------------------------------------------
+    # ---- methods that asyncio calls ---------------------------------------------------------------------------
 
     def _write_to_self(self) -> None:
-        """Do nothing: no thread sleeps in a selector."""
+        """Do nothing: no thread waits in a selector."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         chosen = executor if executor is not None else self._default_executor
@@ -82,7 +83,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.errors.append(f"{context['message']}: {type(error).__name__}: {error}")
 
     def enter(self) -> None:
-        """Make this the running loop, for code that a step calls directly."""
+        """Make this the running loop while a step calls the store's code directly."""
         asyncio._set_running_loop(self)
         self._is_entered = True
 
@@ -90,13 +91,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         asyncio._set_running_loop(None)
         self._is_entered = False
 
-    # ---- going on -------------------------------------------------------------------------------------------
+    # ---- progress -------------------------------------------------------------------------------------------
 
     def turn(self, until: float = float("inf")) -> bool:
         """Run one callback or one thread.
 
-        Time passes when nothing else can happen, but not beyond ``until``. Returns False when nothing can happen by
-        then.
+        If nothing can run, time advances to the next event, but not beyond ``until``. Returns False if there is no
+        event by then.
         """
         self.turns += 1
         if self.order.chance(0.01):
@@ -130,7 +131,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 self._ready.append(handle)
 
     def _jump(self, until: float) -> bool:
-        """Advance the time to the next event. Returns False when there is none by then."""
+        """Advance the time to the next event. Returns False if there is none until ``until``."""
         self._due()
         times = [self._scheduled[0]._when] if self._scheduled else []
         deadline = self.hub.next_deadline()
@@ -142,7 +143,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return True
 
     def some_turns(self, count: int) -> None:
-        """Run up to ``turns`` callbacks or threads, none of them later than now."""
+        """Run up to ``turns`` callbacks or threads without advancing the time."""
         for _ in range(count):
             if not self.turn(self.now):
                 return
@@ -157,20 +158,20 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 raise Stuck(f"{why} does not end; threads: {self.hub.told()}")
 
     def wait(self, seconds: float) -> None:
-        """Advance the time, and run what happens in it."""
+        """Advance the time by some seconds, and run all work of this time."""
         end = self.now + seconds
         while self.turn(end) and self.now < end:
             pass
         self.now = max(self.now, end)
 
     def complete(self, work: Coroutine[Any, Any, Any], why: str, seconds: float = _PATIENCE_SECONDS) -> Any:
-        """Run a coroutine to its end. Raises Stuck, and what it raises."""
+        """Run until a coroutine has ended; return its result. Raises Stuck, and the coroutine's exceptions."""
         task = self.create_task(work)
         self.until(task.done, why, seconds)
         return task.result()
 
     def cancel(self) -> None:
-        """End threads and tasks where they are."""
+        """End threads and tasks at their current position."""
         self.hub.kill(self.hub.threads)
         while tasks := [task for task in asyncio.all_tasks(self) if task.cancelling() < _CANCELLED_ENOUGH]:
             for task in tasks:

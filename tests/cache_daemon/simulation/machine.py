@@ -21,16 +21,16 @@ from tests.cache_daemon.simulation.world import Settings, World
 
 
 class Machine(Traffic):
-    """Traffic of workers; deletions, pins and dying workers; faults of disks and networks; restarts and crashes."""
+    """Steps of a plan: traffic of workers, deletions, pins, deaths of workers, faults, restarts and crashes."""
 
     def take(self, one: Step) -> None:
-        """Take a step, run the simulation for a while, and check."""
+        """Take a step, run the simulation for a while, and check the invariants."""
         self.world.say(f"STEP {one}")
         with self.world.ordered(one.order) as order:
             getattr(self, one.name)(**dict(one.arguments))
             self.loop.some_turns(order.random.choice((0, 0, 1, 2, 4, 8, 16, 40)) if one.order else 8)
 
-    # ---- keeping and removing -------------------------------------------------------------------------------
+    # ---- pins and deletions ---------------------------------------------------------------------------------
 
     @step(at=where, salt=salts, ids=prompts)
     def delete(self, at: int, salt: bytes, ids: Tokens) -> None:
@@ -53,10 +53,10 @@ class Machine(Traffic):
         self._deleted(daemon, scene.root_of(salt), b"")
 
     def _deleted(self, daemon: Daemon, root: bytes, key: bytes) -> int | None:
-        """Delete, and return how many chunks were removed.
+        """Delete a chunk or a tenant; return the number of removed chunks.
 
-        None while the disk hangs or fails: it removes them later then. None also when the chunk was evicted before the
-        call began.
+        Returns None if the disk hangs or fails, because the daemon then removes the chunks later. Also returns None if
+        the chunk was evicted before the call began.
         """
         deleted = self.world.delete(daemon, root, key)
         daemon.deleting.append((root, key))
@@ -68,7 +68,7 @@ class Machine(Traffic):
             count = int(daemon.complete(daemon.store.delete(root, key), "a deletion"))
             deleted.is_answered = True
             return count
-        except (StoreUnavailable, ChunkNotFound) as error:  # nothing is promised then, were it killed
+        except (StoreUnavailable, ChunkNotFound) as error:  # such a deletion need not survive a crash
             if isinstance(error, ChunkNotFound):
                 self.world.expect(key not in daemon.listed, "what is there was not found")
             deleted.heard_by = frozenset()
@@ -92,12 +92,12 @@ class Machine(Traffic):
             daemon.pinned[root, key] += 1
         elif daemon.pinned[root, key] > 1:
             daemon.pinned[root, key] -= 1
-        else:  # by the name of what took a pinned chunk's place
+        else:  # a longer chunk may have replaced the pinned one, under another key
             daemon.pinned = Counter({p: n for p, n in daemon.pinned.items() if p[0] != root})
 
     @step(at=where, salt=salts, group=groups)
     def release_group(self, at: int, salt: bytes, group: str) -> None:
-        """Release a group; chunks that others used stay, and so do pinned ones."""
+        """Release a group; check that chunks that others used, and pinned chunks, stay."""
         daemon = self._at(at)
         root = scene.root_of(salt)
         before = {c.key for c in daemon.store.tiers.index if c.root != root or c.group != group or not group or c.pins}
@@ -109,7 +109,7 @@ class Machine(Traffic):
 
     @step(at=where, n=who)
     def die(self, at: int, n: int) -> None:
-        """End a worker with all that it holds; another one attaches."""
+        """End a worker with its leases and reservations; another worker attaches."""
         daemon = self._at(at)
         session = daemon.sessions[n]
         daemon.store.close_session(session)
@@ -155,7 +155,7 @@ class Machine(Traffic):
 
     @step(2, at=where)
     def settle(self, at: int) -> None:
-        """Wait until all is written that can be."""
+        """Wait until the daemon has written all chunks that it can write."""
         daemon = self._at(at)
         if not daemon.tier._gate.is_set():
             return
@@ -173,15 +173,15 @@ class Machine(Traffic):
             writer.flush(heard.set_result)
             if (await heard).outcome is not PutOutcome.STORED:
                 return False
-            # A retried write that found no room may have made the store give up more meanwhile.
+            # A retried write without space may have made the store evict more chunks meanwhile.
             if not (writer._removals or writer._unflushed.remove):
                 return True
 
     @step(at=where)
     def agree(self, at: int) -> None:
-        """Give daemons the time to apply each other's deletions, and check that no deleted chunk is left.
+        """Wait until daemons have applied each other's deletions; check that no deleted chunk is left.
 
-        A chunk that a worker stored again may be there.
+        A chunk that a worker has stored again after the deletion may exist.
         """
         daemon = self._at(at)
         if daemon.connection is None or len(self.world.up) < len(self.world.daemons):
@@ -207,9 +207,9 @@ class Machine(Traffic):
 
     @step(at=where, stay=often)
     def restart(self, at: int, stay: bool) -> None:
-        """Restart in an orderly way: durable chunks are there again, with recency and pins.
+        """Shut a daemon down and start it again; check that durable chunks, their recency and their pins survive.
 
-        The daemon may ``stay`` down while there is another one.
+        With ``stay``, the daemon stays down if another one is up.
         """
         daemon = self._at(at)
         daemon.quiet()
@@ -225,7 +225,7 @@ class Machine(Traffic):
 
     @step(at=where, stay=often)
     def crash(self, at: int, stay: bool) -> None:
-        """Crash: chunks that were reported durable are found, whatever the disk was doing."""
+        """Crash a daemon; check at its next start that all chunks that were reported durable survive."""
         daemon = self._at(at)
         durable = [chunk for chunk in daemon.durable if not chunk.write_state.superseder_count]
         daemon.keep_durable()
@@ -256,7 +256,7 @@ class Machine(Traffic):
             )
             assert (after[key].pins > 0) == pinned, f"a pin of {tokens} is forgotten, or made up"
         for chunk in told:
-            # When a chunk was used last is written down now and then: one with a time to live may end early.
+            # The time of a chunk's last use is stored only now and then, so a chunk with a TTL may expire early.
             brief = chunk.tenant.limits.ttl_seconds is not None
             path = self.world.paths[chunk.key]
             assert chunk.key in after or brief, f"{path.tokens} was told durable, and is lost"
@@ -265,10 +265,10 @@ class Machine(Traffic):
         if told or not before:
             daemon.pinned = Counter({p: n for p, n in daemon.pinned.items() if p in daemon.store._pins._pins})
 
-    # ---- the end of all -------------------------------------------------------------------------------------
+    # ---- end of the simulation ------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Delete everything, and check that nothing is left."""
+        """Delete all chunks of all tenants; check that none is left."""
         with self.world.ordered(0):
             self.start()
             for daemon in self.world.daemons:
@@ -281,7 +281,7 @@ class Machine(Traffic):
                 daemon.deleting.append((b"", b""))
                 daemon.alive.clear()
                 daemon.pinned.clear()
-                with contextlib.suppress(StoreUnavailable):  # the disk is slow to be well again
+                with contextlib.suppress(StoreUnavailable):  # the disk may not have recovered yet
                     daemon.complete(daemon.store.delete(b"", b""), "the last deletion")
             self.loop.wait(20.0)
             for daemon in self.world.daemons:
@@ -309,7 +309,7 @@ CATALOGUE = Catalogue(Machine)
 
 
 def run(plan: Sequence[Step], settings: Settings, ends: bool = True) -> World:
-    """Run a plan in a new world, to its end. Raises AssertionError when a check fails."""
+    """Run a whole plan in a new world. Raises AssertionError if a check fails."""
     world = World(settings)
     with world.running():
         machine = Machine(world)

@@ -1,4 +1,4 @@
-"""Plans: steps with arguments and orders, drawn from a seed or by hypothesis, and shrunk when they fail."""
+"""Plans of a simulation: steps with arguments and orders. A seed or hypothesis draws them; failing plans are shrunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDERS = 1 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the machine's method ``name`` with ``arguments``; ``order`` seeds the interleaving while it runs."""
+    """A call of the machine's method ``name`` with ``arguments``; ``order`` seeds the interleaving meanwhile."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...]
@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Draw:
-    """An argument: how a ``Random`` and hypothesis draw it."""
+    """Distribution of an argument, for a ``Random`` and for hypothesis."""
 
     sample: Callable[[Random], Any]
     strategy: st.SearchStrategy[Any]
@@ -50,7 +50,7 @@ def tuples(of: Draw, low: int, high: int) -> Draw:
 
 
 def step(weight: int = 1, **draws: Draw) -> Callable[[F], F]:
-    """Make a method a step of plans, ``weight`` times as likely as others."""
+    """Decorator that makes a method a step of plans, ``weight`` times as likely as other steps."""
 
     def mark(method: F) -> F:
         method.draws, method.weight = draws, weight  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def step(weight: int = 1, **draws: Draw) -> Callable[[F], F]:
 
 
 class Catalogue:
-    """The steps of a machine."""
+    """All steps of a machine class."""
 
     def __init__(self, machine: type) -> None:
         self._steps = {
@@ -69,7 +69,7 @@ class Catalogue:
         self._names = [name for name, method in self._steps.items() for _ in range(method.weight)]
 
     def sample(self, seed: int, count: int) -> list[Step]:
-        """Draw the plan of a seed."""
+        """Draw a plan from a seed."""
         random = Random(seed)
         return [self._sample(random) for _ in range(count)]
 
@@ -90,7 +90,7 @@ class Catalogue:
 
 
 def shrunk(plan: Sequence[Step], fails: Callable[[Sequence[Step]], bool], most_steps: int = 60_000) -> list[Step]:
-    """Return a shorter plan that fails too, found in at most ``most`` runs."""
+    """Return a shorter plan that also fails; tries at most ``most`` plans."""
     left, steps = list(plan), 0
 
     def still(shorter: Sequence[Step]) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes, tenants and contents of a simulation: small, so that every limit is reached all the time."""
+"""Sizes, tenants and contents of a simulation, so small that the store reaches every limit often."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def root_of(salt: bytes) -> bytes:
 
 
 def payload_of(key: bytes, size: int) -> bytes:
-    """Return a payload that names its chunk, prefix included."""
+    """Return a payload that depends on its chunk and the chunk's prefix."""
     return (key * (size // len(key) + 1))[:size]

@@ -1,4 +1,4 @@
-"""Search over seeds: failures, their replay, and the shortest plan that fails alike."""
+"""Search over seeds for failures; replays a failure, and finds the shortest plan that fails in the same way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cache_daemon.simulation.world import Settings, World
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a plan: the steps taken, the log's digest, and the defect if there was one."""
+    """Result of a plan: the number of steps, the digest of the log, and the defect if there was one."""
 
     steps: int
     digest: str
@@ -23,7 +23,7 @@ class Outcome:
 
 
 def outcome_of(plan: Sequence[Step], settings: Settings) -> Outcome:
-    """Run a plan. An unexpected exception is a defect, as a broken promise is."""
+    """Run a plan. A broken promise and an unexpected exception are both defects."""
     world, steps, error = World(settings), 0, ""
     try:
         with world.running():
@@ -40,7 +40,7 @@ def outcome_of(plan: Sequence[Step], settings: Settings) -> Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failing seed, and a short plan that fails as well."""
+    """A failing seed, and a short plan that fails in the same way."""
 
     seed: int
     steps: int
@@ -53,7 +53,7 @@ class Failure:
 
 
 def failure_of(seed: int, steps: int, settings: Settings, shrinks: bool = True) -> Failure | None:
-    """Run the plan of a seed; None when it succeeds."""
+    """Run the plan of a seed; return the failure, or None if the plan succeeds."""
     plan = CATALOGUE.sample(seed, steps)
     found = outcome_of(plan, settings)
     if not found.error:
@@ -66,5 +66,5 @@ def failure_of(seed: int, steps: int, settings: Settings, shrinks: bool = True) 
 
 
 def _kind(error: str) -> str:
-    """Reduce an error to its words, without tokens and numbers, to compare it while its plan is shrunk."""
+    """Reduce an error to its words without tokens and numbers, so that errors of shrunk plans can be compared."""
     return "".join(c for c in error if not (c.isdigit() or c in "()[], ABe+-."))

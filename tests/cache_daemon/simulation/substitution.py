@@ -23,14 +23,14 @@ from tests.cache_daemon.simulation.thread import (
     SimulatedThread,
 )
 
-# The daemon, and the doubles that stand in for its disk and its remote backend.
+# Packages whose modules get the substitutes: the daemon, and the doubles of its disk and remote backend.
 _PACKAGES = ("cache_daemon", "tests.cache_daemon.doubles")
-# What ``time.time`` is when the loop's clock is 0.
+# The value of ``time.time`` when the loop's clock is 0.
 UNIX_SECONDS = 1_000_000.0
 
 
 class _Time:
-    """The module ``time``."""
+    """Substitute of the module ``time``."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self._loop = loop
@@ -44,7 +44,7 @@ class _Time:
 
 
 class _Threading:
-    """The module ``threading``."""
+    """Substitute of the module ``threading``."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         hub = loop.hub
@@ -62,7 +62,7 @@ class _Threading:
 
 
 class _Secrets:
-    """The module ``secrets``, with repeatable numbers."""
+    """Substitute of the module ``secrets``, with repeatable numbers."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -78,7 +78,7 @@ class _Secrets:
 
 
 class _Log:
-    """A module's logger. Messages go to the run's log; a logged exception is a defect."""
+    """Substitute of a module's logger. Messages go to the log of the run; a logged exception is a defect."""
 
     def __init__(self, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
         self._said, self._failed = said, failed
@@ -93,9 +93,11 @@ class _Log:
 
 
 class Substitution:
-    """Stands in for ``time``, ``threading``, ``secrets``, ``ThreadPoolExecutor`` and the loggers in all loaded
-    modules of the daemon and of its test doubles, so that a module which comes to use one of them needs no seam of its
-    own."""
+    """Replaces ``time``, ``threading``, ``secrets``, ``ThreadPoolExecutor`` and the loggers.
+
+    It replaces them in all loaded modules of the daemon and of its test doubles. So these modules need no parameters
+    for clocks, threads and the like.
+    """
 
     def __init__(self, loop: SimulatedLoop, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
         hub = loop.hub
@@ -120,7 +122,7 @@ class Substitution:
 
 @lru_cache(maxsize=1)
 def _places(_: int) -> list[tuple[ModuleType, str, Any]]:
-    """Where modules of the daemon name what is stood in for; found anew when more modules are loaded."""
+    """Return the module variables to replace. The cache is invalid as soon as more modules are loaded."""
     return [
         (module, name, value)
         for path, module in sorted(sys.modules.items())

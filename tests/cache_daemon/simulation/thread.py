@@ -1,4 +1,4 @@
-"""Threads of a simulation: greenlets that the loop resumes, and what they wait for."""
+"""Threads of a simulation, which are greenlets that the loop resumes, and their locks, conditions and events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 if TYPE_CHECKING:
     from tests.cache_daemon.simulation.loop import SimulatedLoop
 
-# Whose work this is: what a daemon starts ends with it.
+# The daemon's life that owns the current work. The tasks and threads of a daemon end with it.
 OWNER: contextvars.ContextVar[Any] = contextvars.ContextVar("OWNER", default=None)
 
 
@@ -22,9 +22,9 @@ def _always() -> bool:
 
 
 class SimulatedThread:
-    """A stand-in for ``threading.Thread`` of one simulation's ``hub``.
+    """Substitute of ``threading.Thread``. ``hub`` has all threads of the simulation.
 
-    It runs when the loop resumes it, up to the next place where it waits or pauses.
+    The loop resumes the thread, which then runs until it waits or pauses.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SimulatedThread:
 
 
 class Hub:
-    """All threads of one simulation; ``loop`` resumes them from its own greenlet."""
+    """All threads of one simulation. ``loop`` resumes them from its own greenlet."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         self.loop, self.main = loop, getcurrent()
@@ -87,14 +87,14 @@ class Hub:
             self.current = None
 
     def pause(self) -> None:
-        """Let others run, in a thread; on the loop it does nothing."""
+        """In a thread, let other work run. On the loop, do nothing."""
         if self.current is not None:
             self.main.switch()
 
     def wait(self, may_go: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait in a thread until a condition holds. Returns False on a timeout."""
+        """Wait until a condition holds; return False after ``timeout`` virtual seconds."""
         thread = self.current
-        if thread is None:  # the loop itself waits: all that it can wait for is another thread
+        if thread is None:  # the loop itself waits, which can only be for a thread
             assert timeout is None, "the loop waits with a timeout"
             while not may_go():
                 others = self.ready()
@@ -109,7 +109,7 @@ class Hub:
         return may_go()
 
     def kill(self, threads: list[SimulatedThread]) -> None:
-        """End threads where they are."""
+        """End threads at their current position."""
         for thread in list(threads):
             if thread.greenlet is not None and not thread.ended:
                 self.current = thread
@@ -126,7 +126,7 @@ class Hub:
 
 
 class SimulatedLock:
-    """A stand-in for ``threading.RLock``, and for a ``threading.Lock`` that is never taken twice."""
+    """Substitute of ``threading.RLock``, and of a ``threading.Lock`` that no thread takes twice."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -155,7 +155,7 @@ class SimulatedLock:
 
 
 class SimulatedCondition(SimulatedLock):
-    """A stand-in for ``threading.Condition``."""
+    """Substitute of ``threading.Condition``."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub)
@@ -182,7 +182,7 @@ class SimulatedCondition(SimulatedLock):
 
 
 class SimulatedEvent:
-    """A stand-in for ``threading.Event``."""
+    """Substitute of ``threading.Event``."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub, self._is_set = hub, False
@@ -201,7 +201,7 @@ class SimulatedEvent:
 
 
 class SimulatedExecutor(futures.Executor):
-    """A stand-in for ``ThreadPoolExecutor``: each piece of work is a thread, at most ``max_workers`` at a time."""
+    """Substitute of ``ThreadPoolExecutor``. Each job is a thread; at most ``max_workers`` run at a time."""
 
     def __init__(self, hub: Hub, max_workers: int, thread_name_prefix: str = "pool") -> None:
         self._hub, self._most, self._name = hub, max_workers, thread_name_prefix

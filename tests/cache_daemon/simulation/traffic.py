@@ -1,4 +1,4 @@
-"""Workers' traffic with simulated stores: writes and reads, with calls that overlap."""
+"""Traffic of workers with simulated stores: writes and reads in calls that overlap."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tokens = tuple[int, ...]
 
 
 class Traffic:
-    """Sessions of four tenants store, fetch, match, release and abort, with calls that overlap and are cancelled."""
+    """Steps of sessions of four tenants: store, fetch, match, release and abort. Calls overlap and may be cancelled."""
 
     def __init__(self, world: World) -> None:
         self.world, self.loop = world, world.loop
@@ -47,7 +47,7 @@ class Traffic:
 
     @step(3, at=where, n=who, salt=salts, ids=prompts, cut=cuts, ttl=ttls, group=groups)
     def reserve(self, at: int, n: int, salt: bytes, ids: Tokens, cut: int, ttl: int = 0, group: str = "") -> None:
-        """Reserve the missing chunks of a prompt, two if it is cut, with TTLs, in a group."""
+        """Reserve the missing chunks of a prompt, with a TTL and a group; ``cut`` splits them into two chunks."""
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         if not self._may_reserve(daemon, root):
@@ -100,7 +100,8 @@ class Traffic:
     def commit(self, at: int, n: int, unsound: Tokens, most: int, wait: bool, late: str) -> None:
         """Commit some of a session's reservations, oldest first.
 
-        A ``late`` writer scribbles meanwhile, or writes rubbish before and the right bytes while the daemon copies.
+        ``late`` lets the writer change the staging bytes while the daemon copies: it "scribbles" garbage over right
+        bytes, or "corrects" garbage that it wrote before.
         """
         daemon = self._at(at)
         session = daemon.sessions[n]
@@ -219,7 +220,7 @@ class Traffic:
 
     @step(3, at=where, n=who, salt=salts, ids=prompts, cut=cuts, wait=often)
     def bring(self, at: int, n: int, salt: bytes, ids: Tokens, cut: int, wait: bool) -> None:
-        """Fetch what other daemons have stored of a prompt."""
+        """Fetch the chunks of a prompt that other daemons have stored in the remote tier."""
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         remote = daemon.store.remote
@@ -234,11 +235,11 @@ class Traffic:
         )
         self._await(daemon, call, wait)
 
-    # ---- calls that overlap ---------------------------------------------------------------------------------
+    # ---- overlapping calls ----------------------------------------------------------------------------------
 
     @step(at=where, number=which, turns=integers(0, 12))
     def cancel(self, at: int, number: int, turns: int) -> None:
-        """Cancel a call somewhere in its middle."""
+        """Cancel a running call at its current position."""
         daemon = self._at(at)
         if daemon.calls:
             call = daemon.calls[number % len(daemon.calls)]
@@ -248,5 +249,5 @@ class Traffic:
 
     @step(2, turns=integers(1, 60))
     def go_on(self, turns: int) -> None:
-        """Run calls and threads for a while."""
+        """Let calls and threads run for a while."""
         self.loop.some_turns(turns)

@@ -1,4 +1,4 @@
-"""A whole simulation: daemons, their shared backend, and the log of all events."""
+"""A simulation: daemons, their shared remote backend, and the log of all events."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Promises:
-    """Promises that are checked.
+    """Guarantees of the store that the simulation checks.
 
-    Each is False as long as a known defect of the store breaks it; F2 and the like are the project's numbers of
+    A guarantee is False as long as a known defect of the store breaks it. F2 and F7 are the project's numbers of such
     defects.
     """
 
     listed_once: bool = True
-    """A key that a worker has reserved may be brought from the remote tier meanwhile (F2)."""
+    """A fetch from the remote tier may load a chunk that a worker has reserved (F2)."""
     disk_within_index: bool = True
-    """When all is written, the disk has nothing that the index has not (F7, orphans)."""
+    """After all writes, every chunk on disk is in the index, too (F7, orphans)."""
     deleted_is_not_committed: bool = True
-    """What was reserved before a deletion is not committed once that was answered (F7)."""
+    """After the answer to a deletion, no chunk that was reserved before the deletion is committed (F7)."""
     nothing_comes_back: bool = False
-    """What one daemon deletes while another one is writing it to the engine is not brought again."""
+    """If a daemon deletes a chunk while another daemon writes it to the backend, no fetch loads the chunk again."""
     crossing_deletions_heard: bool = True
-    """A daemon hears of a deletion while one of its own of the same tenant waits for the engine (its own mark replaces
-    the other one's before it has seen that)."""
+    """A daemon applies another daemon's deletion of a tenant, even while its own deletion of the tenant waits for the
+    backend. (Its own deletion epoch may replace the other epoch before the daemon has seen it.)"""
     pins_within_quota: bool = True
-    """A pin that moves to a longer chunk does not take its tenant beyond ``pin_bytes``."""
+    """When a pin moves to a longer chunk, its tenant's pins stay within ``pin_bytes``."""
     strangers_deleted: bool = False
-    """A daemon hears of the deletion of a tenant whose marks it had never seen. A limit, see
-    docs/adr/079-deletions-on-every-node.md: it looks as soon as it has something of the tenant."""
+    """A daemon applies the deletion of a tenant whose deletion epochs it has never seen. This is a known limit (see
+    docs/adr/079-deletions-on-every-node.md): a daemon reads the epochs only after it has a chunk of the tenant."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Configuration of a world."""
+    """Configuration of a simulation."""
 
     policy: str = "gittins"
     daemons: int = 1
@@ -59,21 +59,21 @@ class Settings:
 
 @dataclass
 class Deleted:
-    """A deletion that was requested: of a chunk with its subtree, of a tenant, or of everything."""
+    """A requested deletion: of a chunk with its subtree, of a tenant, or of all tenants."""
 
     daemon: Daemon
     root: bytes
     key: bytes
     at: int
-    heard_by: frozenset[str]  # the daemons that must hear of it
-    is_answered: bool = False  # with success; until then what was on its way may still arrive
+    heard_by: frozenset[str]  # daemons that must apply the deletion
+    is_answered: bool = False  # with success; before that, chunks in flight may still arrive
 
     def covers(self, path: Path) -> bool:
         return self.root in (b"", path.root) and (not self.key or self.key in path.chain)
 
 
 class World:
-    """Runs steps. ``say`` logs events; ``expect`` records broken promises, for the end of the step."""
+    """Runs the steps of a simulation. ``expect`` records broken guarantees, which fail the step at its end."""
 
     def __init__(self, settings: Settings) -> None:
         from tests.cache_daemon.simulation.daemon import Daemon
@@ -86,8 +86,8 @@ class World:
         self.happened = 0
         self.is_over = False
         self.deleted: list[Deleted] = []
-        self.written: dict[bytes, int] = {}  # when a worker last stored a chunk, anywhere
-        self.reserved: dict[int, int] = {}  # when a reservation was made, by its identity
+        self.written: dict[bytes, int] = {}  # when a worker last stored a chunk on any daemon
+        self.reserved: dict[int, int] = {}  # when a reservation was made, by ``id`` of its object
         self.engine = InMemoryBackend(part_bytes=6 * 4096, clock=self.loop.time)
         self.daemons = [Daemon(self, name) for name in "AB"[: settings.daemons]]
 
@@ -101,8 +101,8 @@ class World:
 
     @contextmanager
     def running(self) -> Iterator[World]:
-        """Activate the world for the length of a block."""
-        before, fetch._MIN_TOKENS = fetch._MIN_TOKENS, 1  # prompts are short
+        """Install the substitutes and start the daemons; undo this at the end of the block."""
+        before, fetch._MIN_TOKENS = fetch._MIN_TOKENS, 1  # the simulation's prompts are short
         self._substitution.begin()
         self.loop.enter()
         try:
@@ -120,7 +120,7 @@ class World:
 
     @contextmanager
     def ordered(self, number: int) -> Iterator[Order]:
-        """Draw from an order for the length of a step, and check afterwards."""
+        """Use an order during a step; check all invariants after it."""
         self.loop.order = order = Order(number)
         yield order
         self.check()
@@ -137,7 +137,7 @@ class World:
         assert not self.loop.errors, "; ".join(self.loop.errors)
 
     def delete(self, daemon: Daemon, root: bytes, key: bytes) -> Deleted:
-        """Record that a deletion begins."""
+        """Record the start of a deletion."""
         self.happened += 1
         promises = self.settings.promises
         heard_by = frozenset(
@@ -150,7 +150,7 @@ class World:
         return self.deleted[-1]
 
     def may_forget(self, daemon: Daemon) -> None:
-        """Drop the deletions of a daemon without a disk that ends: pending ones are lost with it."""
+        """Expect no effect of the deletions of a daemon that ends without a disk, because it loses pending ones."""
         for deleted in self.deleted:
             if deleted.daemon is daemon and not self.settings.durable:
                 deleted.heard_by = frozenset()
@@ -161,12 +161,12 @@ class World:
 
     @property
     def digest(self) -> str:
-        """The hash of the whole log."""
+        """Hash of the whole log."""
         return hashlib.sha256("\n".join(self.log).encode()).hexdigest()
 
 
 def _new_task(loop: Any, work: Any, **given: Any) -> Any:
-    """Create a task that ends with its owner."""
+    """Create a task that ends when the daemon that owns it ends."""
     import asyncio
 
     task = asyncio.Task(work, loop=loop, **given)
@@ -178,7 +178,7 @@ def _new_task(loop: Any, work: Any, **given: Any) -> Any:
 
 
 def settings_of(seed: int, promises: Promises | None = None) -> Settings:
-    """Derive a configuration from a seed: each policy, one or two daemons, both arenas, with and without a disk."""
+    """Derive a configuration from a seed: policy, number of daemons, kind of arena, with or without a disk."""
     from benchmarks.eviction_policies import POLICIES
 
     policies = sorted(POLICIES)

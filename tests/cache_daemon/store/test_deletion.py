@@ -52,7 +52,7 @@ async def test_a_superseded_chunk_that_is_written_again_meanwhile_leaves_the_dis
 
 
 class Unsure(MemoryTier):
-    """A tier whose next transaction reaches the disk, and fails nevertheless."""
+    """A tier whose next transaction reaches the disk but still fails."""
 
     fails = False
 

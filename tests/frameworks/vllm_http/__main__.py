@@ -1,9 +1,9 @@
 """Runs vLLM's own HTTP tests against our gateway: ``make test-vllm-http``.
 
-``python tests/frameworks/vllm_http FOLDER [pytest's flags]`` takes the tests of vLLM's source distribution in FOLDER as
-they are, unread by us until then. Where they start vLLM they get our URL; vLLM itself need not be installed.
-``known_failures.toml`` names the tests that must fail, and why: any other failure, and any that passes, fails the run.
-Tests of its section ``may_fail`` depend on chance.
+``python tests/frameworks/vllm_http FOLDER [pytest's flags]`` runs the unchanged tests of vLLM's source distribution in
+FOLDER. When a test starts a vLLM server, it gets the URL of our gateway instead; vLLM itself need not be installed.
+``known_failures.toml`` names the tests that must fail, with reasons. The run fails if another test fails, or if one of
+these tests passes. The tests in its section ``may_fail`` depend on chance, so they may pass or fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
 OPENAI = "tests/entrypoints/openai"
-# Their unit tests, which reach no server, are left out by ``TestsOfVllm``.
+# ``TestsOfVllm`` leaves out vLLM's unit tests, which send no requests to a server.
 SUITES = {
     "chat and completions": [
         f"{OPENAI}/chat_completion/test_chat.py",
@@ -44,14 +44,14 @@ def main() -> int:
         sys.exit(f"usage: python {HERE.relative_to(ROOT)} FOLDER, with vLLM's source distribution")
     folder = Path(sys.argv[1]).resolve()
     os.chdir(folder)
-    # ``tests`` are vLLM's.
+    # The package ``tests`` must be vLLM's.
     sys.path[:0] = [str(folder), str(HERE), str(HERE.parent)]
     import pytest
     import served_node
     import stand_ins
     from tests_of_vllm import TestsOfVllm
 
-    # Neither their settings nor ours, which pytest would find in the folders above.
+    # pytest must use neither vLLM's settings nor ours, which it would find in the folders above.
     flags = ["-q", "--tb=short", "--noconftest", "-c", os.devnull, "--rootdir", str(folder)]
     flags += ["-p", "no:cacheprovider", "-p", "no:warnings", "-p", "no:schemathesis"]
     known = tomllib.loads((HERE / "known_failures.toml").read_text())

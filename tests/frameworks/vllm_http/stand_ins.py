@@ -1,4 +1,4 @@
-"""Modules that vLLM's tests import, as far as tests of HTTP use them."""
+"""Substitutes of the vLLM modules that vLLM's HTTP tests import."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MODELS = (
     "HuggingFaceTB/SmolLM2-135M-Instruct",
     "claude-3-7-sonnet-latest",
 )
-"""The models that the tests name: our server has one model under all of these names."""
+"""Model names in vLLM's tests. Our server serves one model under all of these names."""
 
 
 class RemoteServer:
-    """Stands for ``RemoteOpenAIServer``: it starts nothing, and leads to our server."""
+    """Substitute of ``RemoteOpenAIServer``: it starts no server and returns our server's URL."""
 
     server: Server
     started = 0
@@ -65,7 +65,7 @@ class RemoteServer:
 
 
 class _Missing(MetaPathFinder, Loader):
-    """Makes an empty module of each name below ``vllm``: any name in it is a class without effect."""
+    """Import hook that creates a module for each name below ``vllm``. Any name in it is a class without effect."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None
@@ -81,7 +81,7 @@ def _placeholder(name: str) -> type:
 
 
 class _Anything:
-    """Takes all arguments; its methods, such as those that fetch adapters, return an empty text."""
+    """Class that accepts all arguments. Its methods, such as those that fetch adapters, return an empty text."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -91,7 +91,7 @@ class _Anything:
 
 
 def install(server: Server) -> None:
-    """Put the modules in place; ``server`` answers the tests."""
+    """Install the substitutes; ``server`` then answers the tests' requests."""
     RemoteServer.server = server
     utils = ModuleType("tests.utils")
     utils.RemoteOpenAIServer = RemoteServer  # type: ignore[attr-defined]
@@ -114,6 +114,6 @@ def install(server: Server) -> None:
 
 
 def fixtures() -> list[ModuleType]:
-    """Return the modules that have vLLM's fixtures."""
+    """Return the names of the modules with vLLM's fixtures."""
     names = ("tests.entrypoints.conftest", "tests.entrypoints.openai.responses.conftest")
     return [import_module(name) for name in names]

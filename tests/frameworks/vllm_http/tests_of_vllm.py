@@ -1,4 +1,4 @@
-"""Chooses vLLM's tests of HTTP, and compares their results with the failures that are known."""
+"""Chooses vLLM's HTTP tests, and compares their results with the known failures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 
 class TestsOfVllm:
-    """A plugin of pytest. ``suites`` are files by name of the suite, ``known`` reasons by section and test.
+    """A pytest plugin. ``suites`` has files by the suite's name; ``known`` has reasons by section and test.
 
-    A test of the section ``may_fail`` may pass and fail.
+    A test in the section ``may_fail`` may pass or fail.
     """
 
     __test__ = False
@@ -26,7 +26,7 @@ class TestsOfVllm:
         self.exit_code = 1
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out tests of vLLM's own classes, and tests of a module that are there twice for an adapter."""
+        """Leave out tests of vLLM's own classes, and the second copy of tests that a module repeats for an adapter."""
         items[:] = [item for item in items if _reaches_a_server(item) and "zephyr-lora" not in item.name]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -28,7 +28,7 @@ POISON = 4090  # no prompt of these tests has it by chance: they end at 4000
 
 
 class Refusing(NullKVConnector):
-    """Fails for the sequences it is told to."""
+    """Raises errors for the sequences that the test chooses."""
 
     def __init__(self) -> None:
         self.load_fails = self.save_fails = self.probe_fails = ""

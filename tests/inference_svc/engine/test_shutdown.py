@@ -38,7 +38,7 @@ from tests.inference_svc.server.test_load import Request, small_engine
 
 
 class HungCache(NullKVConnector):
-    """Loads prompts of 100 tokens and saves all answers, but nothing of it comes to an end."""
+    """Connector that begins to load prompts of 100 tokens and to save all answers, but never finishes."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         return sequence.request.num_prompt_tokens == 100
@@ -171,7 +171,7 @@ def test_a_device_that_goes_on_fails_one_request(monkeypatch: pytest.MonkeyPatch
 
 
 class HalfLoaded(NullKVConnector):
-    """Hands prompts over whose layers never come."""
+    """Connector that reports a load as started, but delivers only the first layer."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -267,7 +267,7 @@ _WORKER = """
 
 
 class Worker:
-    """A worker's process that breaks or hangs when a file is there."""
+    """A worker process that breaks or hangs as soon as a file exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, socket = folder, folder / "w.sock"

@@ -1,10 +1,11 @@
 """A coding agent's session in Anthropic's protocol, as Claude Code sends it.
 
-How it is made: the shape is that of recorded sessions (a billing header that changes with every request, two system
-blocks and the last message with ``cache_control``, 20 tools, 12 turns with a call and its result each, a ``system``
-message between them); the texts are passages of ``benchmarks/data/real_text.jsonl``, in their order. Results of such a
-session have thousands of tokens. The built-in model's context has 4,096, so all lengths are about a tenth of that.
-Equal arguments give equal requests; no data file is necessary.
+The session has the shape of recorded sessions. Its system prompt begins with a billing header that changes with every
+request. Two system blocks and the last message have ``cache_control``. There are 20 tools, 12 turns with a tool call
+and its result, and a ``system`` message between the turns. The texts are passages of
+``benchmarks/data/real_text.jsonl``, in their order. In real sessions, tool results have thousands of tokens. The
+built-in model's context has 4,096 tokens, so all lengths are about a tenth of the real ones. Equal arguments give equal
+requests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OBJECTS = ("File", "Folder", "Test", "Page")
 
 
 class AgentSession:
-    """The requests of one session. ``request`` returns the body of a turn, from 0 on."""
+    """The requests of one session. Turns are numbered from 0."""
 
     def __init__(self, model: str) -> None:
         lines = _TEXTS.read_text(encoding="utf-8").splitlines()
@@ -33,7 +34,7 @@ class AgentSession:
         self.tools = [_tool(verb + noun) for verb in _VERBS for noun in _OBJECTS]
 
     def request(self, turn: int, answers: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Return the body of a turn; ``answers`` are the contents of the answers before it."""
+        """Return the body of a turn. ``answers`` has the contents of all earlier answers."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Find out why the test fails."}]
         for i, answer in enumerate(answers[:turn]):
             results = [
@@ -68,7 +69,7 @@ class AgentSession:
         }
 
     def recorded_answer(self, turn: int) -> list[dict[str, Any]]:
-        """Return the content of a turn's answer in the recorded session."""
+        """Return the content of the answer to a turn, as in the recorded session."""
         tool = self.tools[turn * 7 % NUM_TOOLS]["name"]
         call = {"path": f"src/part_{turn}/module.py", "limit": 40 + turn}
         return [
@@ -78,7 +79,7 @@ class AgentSession:
         ]
 
     def result_text(self, turn: int) -> str:
-        """Return the text of a turn's tool result."""
+        """Return the text of the tool result in a turn."""
         return self._results[turn][:_RESULT_CHARACTERS]
 
 

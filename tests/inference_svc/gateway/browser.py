@@ -1,4 +1,4 @@
-"""A real browser for tests and pictures of the page: Debian's Chromium, driven by Playwright."""
+"""Real browser for tests and pictures of the web page: Debian's Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 CHROMIUM = shutil.which("chromium")
-# Without the background services it calls no host of its own.
+# These flags disable background services, so that the browser calls no hosts itself.
 _FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -17,7 +17,7 @@ _FLAGS = (
 
 @contextmanager
 def chromium(*flags: str) -> Iterator[Any]:
-    """The browser; its contexts are apart from each other."""
+    """Start the browser. Each of its contexts is isolated from the others."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

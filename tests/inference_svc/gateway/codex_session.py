@@ -1,11 +1,11 @@
 """A coding agent's session over ``/v1/responses``, as Codex sends it.
 
-How it is made: the shape is that of Codex' requests (``store: false``, ``include`` of encrypted reasoning, instructions
-apart from the input, two system blocks as developer messages, 20 tools of which four are no functions, a reasoning
-item before each call, 12 turns with a call and its result each, the whole history in every request, ids of the client
-in ``client_metadata`` that change); the texts are passages of ``benchmarks/data/real_text.jsonl``, in their order.
-Results of such a session have thousands of tokens. The built-in model's context has 4,096, so all lengths are about a
-tenth of that. Equal arguments give equal requests; no data file is necessary.
+The session has the shape of Codex' requests. Each request has ``store: false``, ``include`` of encrypted reasoning,
+separate instructions, and the whole history. Two system blocks are developer messages. Of the 20 tools, four are no
+functions. There are 12 turns with a tool call and its result; a reasoning item comes before each call. Ids in
+``client_metadata`` change with every request. The texts are passages of ``benchmarks/data/real_text.jsonl``, in their
+order. In real sessions, tool results have thousands of tokens. The built-in model's context has 4,096 tokens, so all
+lengths are about a tenth of the real ones. Equal arguments give equal requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SKIPPED: list[dict[str, Any]] = [
 
 
 class CodexSession:
-    """The requests of one session. ``request`` returns the body of a turn, from 0 on."""
+    """The requests of one session. Turns are numbered from 0."""
 
     def __init__(self, model: str) -> None:
         self._of_agent, self._model = AgentSession(model), model
@@ -39,7 +39,7 @@ class CodexSession:
         self.tools = [*functions, *_SKIPPED]
 
     def request(self, turn: int, outputs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Return the body of a turn; ``outputs`` are the items of the answers before it."""
+        """Return the body of a turn. ``outputs`` has the items of all earlier answers."""
         blocks = ("Sandbox: workspace-write. Network: off.", self._of_agent.system_text)
         items: list[dict[str, Any]] = [_message("developer", "input_text", text) for text in blocks]
         items.append(_message("user", "input_text", "Find out why the test fails."))
@@ -70,7 +70,7 @@ class CodexSession:
         }
 
     def recorded_answer(self, turn: int) -> list[dict[str, Any]]:
-        """Return the items of a turn's answer in the recorded session."""
+        """Return the items of the answer to a turn, as in the recorded session."""
         _, text, call = self._of_agent.recorded_answer(turn)
         thought = {"summary": [{"type": "summary_text", "text": f"**Step {turn}**"}], "encrypted_content": "gAAAA"}
         return [

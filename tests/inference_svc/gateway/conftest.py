@@ -1,4 +1,4 @@
-"""Two workers with a gateway in front, shared by all that is asked of it."""
+"""A node of two workers and its gateway, which all tests of this folder share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.node import Node, free_port
 
 
 class Gateway:
-    """A gateway's process with these flags on a port of its own, or on ``port``; ``node`` has its log."""
+    """Gateway process with these flags, on ``port`` or on a free port. Its log goes to the log of ``node``."""
 
     def __init__(self, node: Node, *flags: str, port: int = 0, wait: bool = True) -> None:
         self.port, self._node = port or free_port(), node
@@ -28,7 +28,7 @@ class Gateway:
             self.wait()
 
     def wait(self) -> None:
-        """Until it has somebody to answer."""
+        """Wait until the gateway has a live worker or node."""
         deadline = time.monotonic() + 90
         while True:
             try:
@@ -40,7 +40,7 @@ class Gateway:
             time.sleep(0.05)
 
     def post(self, path: str, **body: Any) -> Any:
-        """Return the JSON of an answer, which must be 200."""
+        """Send a request, whose answer must have the status 200; return the answer's JSON."""
         answer = httpx.post(f"{self.url}{path}", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -52,7 +52,7 @@ class Gateway:
 
 
 def of_node(node: Node, *flags: str, port: int = 0, wait: bool = True) -> Gateway:
-    """The gateway of a node's workers."""
+    """The gateway in front of the node's workers."""
     workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
     return Gateway(node, "--workers", workers, "--cache-socket", str(node.cache_socket), *flags, port=port, wait=wait)
 
@@ -73,7 +73,7 @@ def gateway(two: Node) -> Iterator[Gateway]:
 
 @pytest.fixture(scope="package")
 def locked(two: Node) -> Iterator[Gateway]:
-    """One with keys: ``guest`` and ``chief``."""
+    """A gateway with the API key ``guest`` and the operator key ``chief``."""
     found = of_node(two, "--api-key", "guest", "--operator-key", "chief")
     yield found
     found.close()

@@ -1,4 +1,4 @@
-"""Gateways that answer: an application on a socket of this process, or a process of its own."""
+"""Running gateways: an application on a socket of this process, or a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference_svc.gateway.routes import create_app
 
 @asynccontextmanager
 async def listening(**settings: Any) -> AsyncIterator[tuple[int, FastAPI]]:
-    """Its port, and the application. Without settings no worker is up."""
+    """Run a gateway in this process; yield its port and application. Without settings, no worker is up."""
     chosen: dict[str, Any] = {"workers": "127.0.0.1:1", "cache_socket": None, **settings}
     config = GatewayConfig(**chosen)
     app = create_app(config)
@@ -39,12 +39,12 @@ async def listening(**settings: Any) -> AsyncIterator[tuple[int, FastAPI]]:
 
 
 def refused(app: FastAPI, reason: str) -> float:
-    """How many requests or connections were refused for this reason."""
+    """Return the number of requests or connections that were refused for this reason."""
     return float(app.state.counters.refused.labels(reason)._value.get())
 
 
 async def said_to(port: int, said: bytes, seconds: float = 30) -> bytes:
-    """All that comes until the other end closes."""
+    """Send bytes; return all bytes that arrive until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(said)
@@ -56,7 +56,7 @@ async def said_to(port: int, said: bytes, seconds: float = 30) -> bytes:
 
 @contextmanager
 def gateway_process(descriptors: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A gateway with limits of descriptors (as of ``prlimit --nofile``) that answers, and its port."""
+    """Run a gateway process with a limit of file descriptors, as for ``prlimit --nofile``; yield process and port."""
     port = free_port()
     command = [sys.executable, "-m", "inference_svc", "gateway", *flags, "--port", str(port)]
     with subprocess.Popen(

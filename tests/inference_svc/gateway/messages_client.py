@@ -1,4 +1,4 @@
-"""Requests and answers of Anthropic's client, for the tests of /v1/messages."""
+"""Requests of Anthropic's client and their answers, for the tests of /v1/messages."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NOTHING: Any = {
 HELLO: Any = [{"role": "user", "content": "hello there"}]
 WORDS = {"type": "array", "items": {"enum": ["hello", "there"]}, "minItems": 2, "maxItems": 3}
 TEXT: Any = {"output_config": {"format": {"type": "json_schema", "schema": WORDS}}}
-"""The model has little to say by itself."""
+"""Options that make the model answer with JSON, because the small model alone gives very short answers."""
 GREEDY: Any = {"extra_body": {"temperature": 0}}
-"""The client knows no temperature any more."""
+"""Options for greedy answers. Anthropic's client no longer has a parameter for the temperature."""
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 
 
@@ -56,7 +56,7 @@ def events(client: anthropic.Anthropic, **asked: Any) -> list[Any]:
 
 
 def raw_events(gateway: Gateway, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """All events, also those that the client drops."""
+    """Return all events of a stream, including the events that Anthropic's client drops."""
     answer = httpx.post(f"{gateway.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
     found = []

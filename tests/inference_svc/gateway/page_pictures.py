@@ -1,4 +1,4 @@
-"""Takes the pictures of the page in docs: ``python -m tests.inference_svc.gateway.page_pictures docs/page``."""
+"""Takes the pictures of the web page for docs: ``python -m tests.inference_svc.gateway.page_pictures docs/page``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 from kvsidecar.process.runtime_dir import default_data_dir
-from PIL import Image  # matplotlib brings it
+from PIL import Image  # a dependency of matplotlib
 
 from tests.inference_svc.gateway.browser import chromium
 from tests.inference_svc.node.served import Served
 
-# Paragraphs are documents, and are reused in another order.
+# With reuse anywhere, the worker reuses each paragraph as a document, also in another order.
 _SETTINGS = {"KVSIDECAR_REUSE_ANYWHERE": "true"}
-# A small model answers questions about it.
+# A text so simple that a small model can answer questions about it.
 _HARBOUR = (
     "Maria Keller is the captain of the ferry. The ferry leaves at seven o'clock in the morning. The crossing to the "
     "island takes forty minutes.",
@@ -49,14 +49,14 @@ def _opened(browser: Any, served: Served, scheme: str, size: dict[str, int]) -> 
 def _taken(page: Any, path: Path) -> None:
     page.locator("#scroll").evaluate("(e) => e.scrollTo({ top: e.scrollHeight, behavior: 'instant' })")
     page.mouse.move(0, 0)
-    page.wait_for_timeout(2500)  # the node is shown every two seconds
+    page.wait_for_timeout(2500)  # the page updates the node's status every two seconds
     taken = Image.open(io.BytesIO(page.screenshot()))
     taken.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path, path.stat().st_size)
 
 
 def _about(page: Any, *paragraphs: str) -> None:
-    """Sets the text that questions are about; what stands between its first and its last line can be moved."""
+    """Set the page's context to these paragraphs, between a fixed first and a fixed last line."""
     text = "\n\n".join(["Here is a page.", *paragraphs, "Answer in one short sentence."])
     page.locator("#context").evaluate("(e, text) => { e.value = text; e.dispatchEvent(new Event('input')); }", text)
 
@@ -67,7 +67,7 @@ def _raced(answer: Any) -> None:
 
 
 def _others(served: Served) -> None:
-    """Other tenants with something of theirs in the cache."""
+    """Send requests of other tenants, so that the cache has chunks of several tenants."""
     for salt, words in (("north", 180), ("east", 110), ("south", 60), ("west", 30)):
         text = " ".join(f"{salt} {n}" for n in range(words // 2))
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "cache_salt": salt}
@@ -100,7 +100,7 @@ def main(folder: Path, model: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvsidecar-") as own:
         data = Path(own) / "data" / "kvsidecar"
         data.mkdir(parents=True)
-        (data / "models").symlink_to(default_data_dir() / "models")  # what was fetched already
+        (data / "models").symlink_to(default_data_dir() / "models")  # of the files that the page has fetched already
         served = Served(Path(own), workers=1, model=model, settings=_SETTINGS)
         try:
             _others(served)

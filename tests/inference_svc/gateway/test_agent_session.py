@@ -18,7 +18,7 @@ MAX_EXTRA_TOKENS = 32
 
 
 class _Turn:
-    """A streamed answer: its content, and the tokens of its prompt."""
+    """A streamed answer: its content, and the token counts of its prompt."""
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         answer = httpx.post(f"{url}/v1/messages?beta=true", json=body, timeout=120)
@@ -41,7 +41,7 @@ class _Turn:
 
 
 class _Response:
-    """A streamed response: its items, and the tokens of its prompt."""
+    """A streamed response: its items, and the token counts of its prompt."""
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         answer = httpx.post(f"{url}/v1/responses", json=body, timeout=120)
@@ -56,7 +56,7 @@ class _Response:
 
 @dataclass(frozen=True)
 class _Protocol:
-    """A protocol: its session and answers, the options of a short answer and of a forced call, and live turns."""
+    """One API under test: its session, recorded answers, request options, and the function for a live turn."""
 
     session: type[AgentSession | CodexSession]
     answer: type[_Turn | _Response]

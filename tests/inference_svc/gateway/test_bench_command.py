@@ -68,7 +68,7 @@ def test_prompts_share_only_their_beginnings() -> None:
 
 
 class _BreaksOff(BaseHTTPRequestHandler):
-    """Answers begin and do not end, all but one in three."""
+    """Server whose streams break off, except every third one."""
 
     asked = 0
 
@@ -83,7 +83,7 @@ class _BreaksOff(BaseHTTPRequestHandler):
             self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Not on the test's output."""
+        """Do not log to the output of the test."""
 
 
 @pytest.fixture

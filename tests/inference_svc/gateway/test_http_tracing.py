@@ -32,7 +32,7 @@ TOLERANCE, TURNS = 0.05, 3
 
 @dataclass(frozen=True)
 class Traced:
-    """A node and a gateway that trace, and what they sent."""
+    """A node and a gateway with tracing, and the collector that receives their spans."""
 
     node: Node
     gateway: Gateway
@@ -40,13 +40,13 @@ class Traced:
     spans: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def ask(self, trace: str, timeout: float = 60, **options: Any) -> httpx.Response:
-        """A question, under a span of somebody else's."""
+        """Ask a question as a part of a trace that the client began."""
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **options}
         headers = {"traceparent": f"00-{trace}-{CALLER}-01"}
         return httpx.post(f"{self.gateway.url}/v1/completions", json=body, headers=headers, timeout=timeout)
 
     def trace(self, trace: str, *names: str) -> dict[str, Any]:
-        """A trace's spans by their names, once these are among them."""
+        """Wait until a trace has spans of these names; return its spans by name."""
         deadline = time.monotonic() + 20
         while True:
             for span in self.collector.sent():

@@ -35,7 +35,7 @@ def new_text(words: int = 24) -> str:
 
 
 class Asker:
-    """Asks a gateway for the reasons of misses."""
+    """Client that asks a gateway for miss reasons."""
 
     def __init__(self, node: Node, gateway: Gateway) -> None:
         self.node, self.gateway = node, gateway

@@ -15,7 +15,7 @@ from inference_svc.gateway.routes import create_app
 
 
 class Noting(Tracer):
-    """Remembers what began."""
+    """Records the started work."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

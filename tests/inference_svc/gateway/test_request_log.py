@@ -30,14 +30,14 @@ def keyed(two: Node) -> Iterator[Gateway]:
 
 
 class Asked:
-    """Requests that say who they are, and the lines about them."""
+    """Sends requests with their own ids, and reads their log lines."""
 
     def __init__(self, gateway: Gateway, node: Node) -> None:
         self._url, self._log = gateway.url, node.folder / "log"
         self.headers = {"Authorization": f"Bearer {KEY}"}
 
     def line(self, path: str, body: Any, method: str = "POST", **more: Any) -> dict[str, Any]:
-        """Asks, and waits for the line."""
+        """Send a request; wait for its log line and return it."""
         name = f"test-{uuid.uuid4()}"  # the log is one for all tests
         headers = {**self.headers, "X-Request-Id": name, **more}
         with httpx.stream(method, self._url + path, json=body, headers=headers, timeout=60) as answer:

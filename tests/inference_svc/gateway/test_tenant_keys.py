@@ -65,7 +65,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Noting(Worker):
-    """Remembers the salts that it is asked with."""
+    """Records the salts of the requests."""
 
     def __init__(self, target: Path) -> None:
         super().__init__(target)

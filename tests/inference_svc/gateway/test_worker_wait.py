@@ -31,7 +31,7 @@ SOON = 10.0
 
 
 class Worker(InferenceServiceServicer):
-    """Says "abc", or goes away behind "ab". While it stands still, no call is answered."""
+    """Worker that answers "abc", or dies after "ab". The test can stop it, so that it answers no call."""
 
     def __init__(self, target: Path, dies: bool = False, model: str = "m") -> None:
         self.target, self.dies, self.asked, self.scored, self.model = target, dies, 0, 0, model

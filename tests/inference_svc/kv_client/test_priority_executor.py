@@ -76,7 +76,7 @@ def wait_attached(engine: Engine) -> None:
 
 
 class Held:
-    """Calls about long prompts, which go on when they are let go."""
+    """Calls for long prompts, which wait until the test lets them continue."""
 
     def __init__(self) -> None:
         self.asked, self.let_go = threading.Semaphore(0), threading.Event()
@@ -226,7 +226,7 @@ def test_what_was_copied_while_the_worker_hung_is_computed_instead(
 
 
 class SlowLoads(NullKVConnector):
-    """Loads that go on when they are told to, and are expected to take so many seconds."""
+    """Loads that wait until the test lets them continue, with an expected duration in seconds."""
 
     def __init__(self, expected: float) -> None:
         self.expected = expected

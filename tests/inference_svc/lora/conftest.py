@@ -1,4 +1,4 @@
-"""Streamed models of these tests lie in a folder of their own too."""
+"""Fixture for the tests of LoRA: the files of streamed models go to a temporary folder."""
 
 from tests.inference_svc.models.layer_streaming.conftest import home
 

@@ -1,4 +1,4 @@
-"""Random adapters, written as PEFT writes them, and models that have them merged into their weights."""
+"""Random LoRA adapters in PEFT's format, and models with such an adapter merged into their weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def linears(loaded: LoadedModel) -> Linears:
 
 
 def tensors(layers: Linears, seed: int, targets: Iterable[str] = ALL, rank: int = RANK) -> dict[str, Tensor]:
-    """Matrices large enough to change every answer, by their names in the file."""
+    """Return random matrices, large enough to change every answer, by their names in the file."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for path, (outputs, inputs) in layers.items():
@@ -38,7 +38,7 @@ def tensors(layers: Linears, seed: int, targets: Iterable[str] = ALL, rank: int 
 
 
 def write(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Path:
-    """An adapter's folder with these weights."""
+    """Write the folder of an adapter with these weights; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     targets = sorted({name.split(".")[-3] for name in weights})
     said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
@@ -48,12 +48,12 @@ def write(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Path:
 
 
 def adapter(folder: Path, loaded: LoadedModel, name: str = "a") -> AdapterWeights:
-    """Reads a folder for a model."""
+    """Load the adapter in a folder for a model."""
     return read_weights(open_adapter_dir(name, folder), linears(loaded), loaded.id)
 
 
 def merge(model: Any, folder: Path, scale: float = ALPHA / RANK) -> Any:
-    """Adds an adapter to the weights of a model, in float32, and returns it."""
+    """Merge an adapter into the weights of a model in float32; return the model."""
     weights = load_file(folder / "adapter_model.safetensors")
     for name in [n for n in weights if "lora_A" in n]:
         path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")

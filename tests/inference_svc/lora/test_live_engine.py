@@ -24,7 +24,7 @@ from tests.inference_svc.server.test_load import Request, idle
 
 
 class Slow(NullKVConnector):
-    """A cache that keeps what it is asked to load."""
+    """Connector that only records the requested loads."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Sequence, LoadCallback]] = []

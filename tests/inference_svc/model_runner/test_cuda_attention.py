@@ -138,7 +138,7 @@ def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated, m
     pool, now = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu")), [0.0]
 
     class SmallCard:
-        """Refuses a decode step."""
+        """Attention that refuses a decode step."""
 
         def launch(self, name: str, grid: Any, threads: int, shared_bytes: int, params: Any, stream: int) -> None:
             if getattr(params, "rows", 0) == 1:

@@ -35,7 +35,7 @@ from tests.kvkernels.emulated.conftest import Emulated, library
 
 
 class Recordable(TorchDispatchMode):
-    """Refuses operations that wait for the device, or copy from memory that is freed before a replay."""
+    """Raises for operations that wait for the device, or that copy from memory that is freed before a replay."""
 
     REFUSED = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal")
 
@@ -46,7 +46,7 @@ class Recordable(TorchDispatchMode):
 
 
 class Replaying:
-    """Runs a step again, and counts how many it was given."""
+    """Recorder that runs a step again instead of replaying it, and counts the recorded steps."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -138,7 +138,7 @@ def test_a_device_that_refuses_is_asked_once(emulated: Emulated, model: LoadedMo
 
 
 class NoText:
-    """The random model has no tokenizer."""
+    """Substitute of the tokenizer, because the random model has none."""
 
     stopped = False
 
@@ -188,7 +188,7 @@ def test_an_engine_answers_the_same_by_recordings(
 
 
 class FakeCuda:
-    """The parts of ``torch.cuda`` that a recorder uses; a capture fails in the step or at its end."""
+    """The parts of ``torch.cuda`` that a recorder uses. A capture fails, either in the step or at its end."""
 
     def __init__(self, capture_fails: bool) -> None:
         self.stream_now, self.captures, self._fails = "default", 0, capture_fails

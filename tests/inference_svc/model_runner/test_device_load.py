@@ -30,7 +30,7 @@ TOKENS, GROUP = 70, 3
 
 
 class StoredPrefix(NullKVConnector):
-    """Loads one prefix from payloads, as the loader does, in groups of layers."""
+    """Loads one prefix from payloads in groups of layers, as the loader does."""
 
     def __init__(self, payload: memoryview, header: Any) -> None:
         self._payload, self._header = payload, header

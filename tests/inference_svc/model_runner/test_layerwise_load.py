@@ -21,7 +21,7 @@ from tests.inference_svc.server.test_load import Request, idle
 
 
 class SlowCache(NullKVConnector):
-    """Gives back the keys and values of one prefix, a layer at a time and slowly; ``fail_at`` a layer it ends."""
+    """Connector that loads the keys and values of one prefix slowly, layer by layer. It fails at layer ``fail_at``."""
 
     def __init__(self, tokens: int, keys: torch.Tensor, values: torch.Tensor, fail_at: int | None = None) -> None:
         self._tokens, self._keys, self._values, self._fail_at = tokens, keys, values, fail_at

@@ -269,7 +269,7 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
 
 
 class GpuOnCpu(str):
-    """Name of a device that computes on the CPU, with the type of a GPU."""
+    """Device name that has the type of a GPU but computes on the CPU."""
 
     __slots__ = ()
     type = "cuda"

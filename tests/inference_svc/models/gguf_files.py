@@ -1,4 +1,4 @@
-"""Small GGUF files, written from transformers' models as llama.cpp's converter does."""
+"""Small GGUF files, written from transformers models as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = {
 
 
 def byte_level(writer: gguf.GGUFWriter, size: int) -> None:
-    """A byte-level BPE vocabulary with two merges, two tokens of a chat, and nothing else up to ``size``."""
+    """Return a byte-level BPE vocabulary with two merges, two chat tokens, and unused tokens up to ``size``."""
     tokens = [*bytes_to_unicode().values(), "th", "the", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     kinds = [NORMAL] * (len(tokens) - 3) + [CONTROL] * 3
     end = tokens.index("<|endoftext|>")
@@ -42,7 +42,7 @@ def byte_level(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def sentencepiece(writer: gguf.GGUFWriter, size: int) -> None:
-    """A vocabulary like Gemma's: bytes, letters, and some words."""
+    """Return a vocabulary like Gemma's, with bytes, letters and some words."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁"]
     tokens += sorted(set("".join(WORDS)))
     tokens += [f"▁{w}"[:n] for w in ("the", "is", "of") for n in range(2, len(w) + 2)]
@@ -62,7 +62,7 @@ def sentencepiece(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def random_model(config: Any) -> Any:
-    """A model whose norms and biases differ from one and zero, too."""
+    """Return a random model. Its norms differ from one, and its biases from zero, so that errors in them show."""
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for _, p in model.named_parameters():
@@ -72,7 +72,7 @@ def random_model(config: Any) -> Any:
 
 
 def turned(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of a rotated projection (its converter's ``permute``)."""
+    """Return the rows of a projection in llama.cpp's order, as ``permute`` of its converter does."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -85,9 +85,9 @@ def write(
     tensors: dict[str, np.ndarray] | None = None,
     packed: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
 ) -> Path:
-    """Writes a model to a file; its matrices quantized, its own values then changed to the rounded ones.
+    """Write a model to a file with quantized matrices; change the model's own values to the rounded ones.
 
-    ``packed`` are matrices that are quantized already, by the names in the file.
+    ``packed`` has matrices that are already quantized, by their names in the file.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)

@@ -1,4 +1,4 @@
-"""Where tests fetch models from: a package index of folders, and a hub on a local port."""
+"""Sources of models for tests: a package index in a folder, and a model hub on a local port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def publish(index: Path, package: str, version: str, files: dict[str, bytes]) -> str:
-    """Puts a wheel into an index (PEP 503, in a folder). Returns its SHA-256."""
+    """Put a wheel into a package index (PEP 503) in a folder; return the wheel's SHA-256."""
     flat = package.replace("-", "_")
     info = f"{flat}-{version}.dist-info"
     metadata = {
@@ -37,7 +37,7 @@ def publish(index: Path, package: str, version: str, files: dict[str, bytes]) ->
 
 @contextmanager
 def hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[str]:
-    """A hub that has these repositories' files. Yields its address."""
+    """Run a hub with the files of these repositories; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -18,7 +18,7 @@ UNEVEN = {"setting": "AVX2,STRICT", "uneven": {"float32": ["896x896"], "bfloat16
 
 
 class Sloppy(nn.Linear):
-    """Adds up in another order when there are many rows."""
+    """Product that sums in another order for many rows, so its results depend on the batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < 100:

@@ -20,7 +20,7 @@ CLI = str(Path(sys.executable).parent / "kvsidecar")
 
 
 class Served:
-    """A running ``kvsidecar serve`` with folders of its own."""
+    """A running ``kvsidecar serve`` with its own folders."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Served:
     def children(self, word: str) -> list[psutil.Process]:
         found = []
         for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):  # it may die while it is looked at
+            with contextlib.suppress(psutil.Error):  # the process may end at this moment
                 if word in " ".join(child.cmdline()):
                     found.append(child)
         return found
 
     def replace_worker(self) -> None:
-        """Kill the only worker; return when its successor serves."""
+        """Kill the only worker; return when the restarted worker serves."""
         (worker,) = self.children("--name=worker-0")
         worker.kill()
         self.until(lambda: any(child.pid != worker.pid for child in self.children("--name=worker-0")))

@@ -23,7 +23,7 @@ MAX_SECONDS = 10.0
 
 
 class JumpingClock:
-    """The system's clock of a node; this process keeps its own."""
+    """The system clock of a node's processes. The clock of the test process does not change."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "clock"
@@ -32,7 +32,7 @@ class JumpingClock:
         self.settings = {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(self._file)}
 
     def set(self, seconds: int) -> None:
-        """Set the clock to ``seconds`` after the right time."""
+        """Set the clock to ``seconds`` after the correct time."""
         data = seconds.to_bytes(8, "little", signed=True)
         with self._file.open("r+b" if self._file.exists() else "wb") as file:
             file.write(data)

@@ -41,8 +41,8 @@ def quantizer() -> Any:
 class Copied(torch.nn.Linear):
     """A linear layer without bias whose state is a copy.
 
-    AutoAWQ saves the weights with ``.cpu()``, which copies nothing on the CPU: its search would compare every scale but
-    the first with weights that the earlier scales have changed.
+    AutoAWQ saves the weights with ``.cpu()``, which makes no copy on the CPU. Without this class, its search would
+    compare every scale but the first with weights that the earlier scales have changed.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -98,7 +98,7 @@ def test_decoding_leaves_a_share_to_prompts_and_takes_turns() -> None:
 
 @dataclass
 class _Life:
-    """A sequence of the simulation below."""
+    """A simulated sequence."""
 
     arrived: float
     prompt: int

@@ -79,7 +79,7 @@ def small_engine(tokens: int, **limits: Any) -> Engine:
 
 
 class Request:
-    """A sequence and what came of it."""
+    """A sequence and its result."""
 
     def __init__(self, ids: list[int], length: int, seed: int | None = None) -> None:
         self.outputs: list[SequenceOutput] = []

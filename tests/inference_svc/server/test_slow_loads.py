@@ -20,7 +20,7 @@ RNG = random.Random(7)
 
 
 class Far:
-    """A worker behind a link that ``link`` slows and cuts; ``here`` has the daemon."""
+    """A worker on another host. ``link`` can slow down and cut its network; the node ``here`` has the daemon."""
 
     def __init__(self, here: Node, there: RemoteWorkers, link: Proxy) -> None:
         self.here, self.there, self.link = here, there, link
@@ -35,7 +35,7 @@ class Far:
         return self.there.client().stub.Generate(request, timeout=60)
 
     def stored(self, tokens: int = 200) -> list[int]:
-        """A new prompt that the daemon has, and the worker's pool does not."""
+        """Return a new prompt that the daemon has stored but the worker's pool does not have."""
         prompt = [RNG.randrange(16, 4000) for _ in range(tokens)]
         self.ask(prompt)
         self.there.settle()

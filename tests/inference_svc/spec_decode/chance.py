@@ -1,4 +1,4 @@
-"""A model that is a table of chances, in the real loop: what is drawn can be compared with what should be."""
+"""Model that is a table of probabilities, in the real engine loop, so that tests know the right distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARY = 6
 
 
 class Table:
-    """Logits by a row's token, ``[VOCABULARY, VOCABULARY]``; counts its rows and passes."""
+    """Model whose logits depend only on a row's token, ``[VOCABULARY, VOCABULARY]``. It counts rows and steps."""
 
     layers = 1
 
@@ -50,7 +50,7 @@ def table(seed: int = 0) -> Table:
 
 
 def free_rows() -> StepCostModel:
-    """A machine on which a pass takes as long with many rows as with few."""
+    """Let the cost model believe that a step takes as long with many rows as with few."""
     costs = StepCostModel(recorded=False)
     costs.calibrate({4: 1.0, 512: 1.0}, 1.0)
     costs.learn = lambda *_: None  # type: ignore[method-assign]
@@ -65,7 +65,7 @@ def loop_of(
     kind: type[SpeculativeSampler] = SpeculativeSampler,
     branches: int = 1,
 ) -> EngineCore:
-    """The engine's loop over a table, to be stepped by hand."""
+    """Return the engine's loop over a table; the test calls its steps."""
     pool = KVPool(1, 1, 16, 8192, torch.float32, torch.device("cpu"))
     guessing = Speculator(proposers or {SpeculationMode.NGRAM: NgramProposer()}, costs or free_rows(), 8, branches)
     services = EngineServices(model, pool, NullKVConnector(), None, guessing, EngineStats())
@@ -80,14 +80,14 @@ def sequence(
     def sink(output: SequenceOutput) -> None:
         assert output.finish is not FinishReason.FAILED, output.error
 
-    text = IncrementalDetokenizer(TOKENIZER, (), frozenset(range(VOCABULARY)))  # no token has any
+    text = IncrementalDetokenizer(TOKENIZER, (), frozenset(range(VOCABULARY)))  # no token has a text
     chosen = SamplingParams(**params)
     request = GenerationRequest("r", len(prompt), length, chosen, frozenset(), speculation=speculation)
     return Sequence(request, list(prompt), text, sink)
 
 
 def answers(loop: EngineCore, sequences: Iterable[Sequence]) -> list[list[int]]:
-    """Runs sequences to their ends, in one batch."""
+    """Run sequences to their ends in one batch; return their tokens."""
     asked = list(sequences)
     for one in asked:
         loop.handle(RequestSubmitted(one))

@@ -1,4 +1,4 @@
-"""Tables are small: several threads would only wait for each other."""
+"""Fixture that limits torch to one thread: with such small models, several threads would only wait for each other."""
 
 from __future__ import annotations
 

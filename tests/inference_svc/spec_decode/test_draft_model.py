@@ -27,7 +27,7 @@ def pool(pages: int) -> KVPool:
 
 
 class Narrow(Table):
-    """Knows the token ids below ``rows``; as an embedding, it raises IndexError for others."""
+    """Model with token ids below ``rows``. Like an embedding, it raises IndexError for other ids."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(torch.zeros(rows, rows))

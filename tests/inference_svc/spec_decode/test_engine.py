@@ -76,7 +76,7 @@ def twins() -> Iterator[Engine]:
 
 
 class Asked(Request):
-    """A request by whom its tokens are guessed."""
+    """A request with a chosen proposer of draft tokens."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Asked(Request):
         self.sequence = Sequence(asked, list(ids), text, self._sink, steering)
 
     def whole(self) -> Any:
-        """All that the caller sees."""
+        """Return all results that the caller sees."""
         self.tokens()
         drawn = [o.token for o in self.outputs if o.token is not None]
         return drawn, "".join(o.text for o in self.outputs), self.outputs[-2 if len(drawn) < len(self.outputs) else -1]

@@ -65,7 +65,7 @@ def test_usage_counts_what_was_guessed() -> None:
 
 
 class Leaning(SpeculativeSampler):
-    """A planted bias: what was guessed is a little likelier to be drawn."""
+    """Sampler with a planted bias: draft tokens are a little likelier than they should be."""
 
     def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
         logits = logits.clone()
@@ -76,7 +76,7 @@ class Leaning(SpeculativeSampler):
 
 
 class Repeating(SpeculativeSampler):
-    """Another: a wrong guess draws again, by the number that refused it, as if acceptance were a matter of luck."""
+    """Sampler with another planted bias: in half of the cases, it accepts the draft token, whatever its probability."""
 
     def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
         for i, (one, guessed) in enumerate(zip(sequences, drafts, strict=True)):

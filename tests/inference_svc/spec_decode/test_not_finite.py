@@ -26,7 +26,7 @@ LENGTH = 40
 
 
 class Poisoning(Misled):
-    """Knows the answer, and guesses a token that poisons behind some of it: along the first path, or in a branch."""
+    """Proposer of right tokens and then the token ``POISON``, on the first path or in a branch."""
 
     def __init__(self, answer: list[int], branch: bool) -> None:
         super().__init__()

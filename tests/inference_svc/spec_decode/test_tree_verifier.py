@@ -198,7 +198,7 @@ def test_a_branch_is_taken_where_it_is_worth_more_than_its_rows() -> None:
 
 
 class Misled:
-    """Guesses wrongly first, and rightly second: as far as it is asked for, along a cycle."""
+    """Proposer whose first branch is wrong and whose second branch is right, for an answer that is a cycle."""
 
     step_seconds, priors = 0.0, (0.5, 0.5)
 
@@ -239,7 +239,7 @@ def test_where_the_second_branch_is_right_answers_take_fewer_passes() -> None:
 
 
 class Recited(Table):
-    """Says a text, whatever was asked."""
+    """Proposer of one fixed text."""
 
     def __init__(self, text: list[int]) -> None:
         super().__init__(torch.empty(0))
@@ -287,7 +287,7 @@ def test_answers_texts_and_chances_are_the_same(engine: Engine) -> None:
 
 
 class Knowing(Misled):
-    """Knows the answer, and goes wrong after some tokens, which the second branch does not, nor the third, later on."""
+    """Proposer that knows the answer. Its first branch becomes wrong after some tokens; other branches stay right."""
 
     priors = (0.9, 0.9)
 

@@ -34,7 +34,7 @@ DIGITS = pb.Grammar(regex="([a-f0-9]{4} ){12,16}end")
 
 
 class Steered(Request):
-    """A request whose answer a grammar steers."""
+    """A request whose answer follows a grammar."""
 
     def __init__(self, ids: list[int], length: int, grammar: GrammarState, seed: int | None = None) -> None:
         super().__init__(ids, length, seed)

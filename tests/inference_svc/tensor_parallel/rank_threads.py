@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, each with its own gloo group: for tests of models, not of processes."""
+"""Tensor-parallel ranks as threads of one process, each with its own gloo group, for tests of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, folder: Path, work: Callable[[RankGroup], T]) -> list[T]:
-    """Runs ``work`` on every rank. Returns the results, by rank."""
+    """Run ``work`` on every rank; return the results in the order of the ranks."""
 
     def run(rank: int) -> T:
         torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Runs vLLM's own unit tests of connectors against ours: ``make test-vllm-own``.
 
-``python tests/integrations/vllm_own FOLDER`` takes the tests of vLLM's source distribution in FOLDER as they are. Where
-they name a connector of vLLM's, or their mock of one, they get ours on a real daemon, in which stands what the mock
-would have said it found. A test that makes no connector of ours fails here: it would prove nothing.
+``python tests/integrations/vllm_own FOLDER`` runs the unchanged tests of vLLM's source distribution in FOLDER. When a
+test names one of vLLM's connectors or its mock of a connector, it gets ours on a real daemon. The daemon has the tokens
+that the mock would have reported. A test that creates no connector of ours fails here, because it would prove nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ def main() -> int:
         sys.exit(f"usage: python {HERE.relative_to(ROOT)} FOLDER, with vLLM's source distribution")
     folder = Path(sys.argv[1]).resolve()
     os.chdir(folder)
-    # ``tests`` are vLLM's, before ours.
+    # The package ``tests`` must be vLLM's, not ours.
     sys.path[:0] = [str(folder), str(ROOT), str(HERE)]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "clients" / "python")))
-    import models  # what huggingface_hub reads when it is imported is set in it
+    import models  # sets variables that huggingface_hub reads at its import
 
     models.pretend(folder / "hub")
     import pytest
     import substitutes
 
     wanted = [name for names in substitutes.TESTS.values() for name in names]
-    # Neither their settings nor ours, which pytest would find in the folders above.
+    # pytest must use neither vLLM's settings nor ours, which it would find in the folders above.
     flags = [
         "-q",
         "-rs",

@@ -1,6 +1,7 @@
-"""Fetches the tests of a package's source distribution from the package index: ``fetch.py NAME VERSION FOLDER``.
+"""Fetches the tests in a package's source distribution from the package index: ``fetch.py NAME VERSION FOLDER``.
 
-pip would build the package to know what it needs. Nothing of it is run here.
+pip cannot do this, because it would build the package to find its dependencies. This program runs no code of the
+package.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 class Links(HTMLParser):
-    """Those of a page of an index (PEP 503), each with its file's digest."""
+    """Parser of an index page (PEP 503): collects the links, each with the digest of its file."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The configurations of models that vLLM's tests name, where huggingface_hub looks for what it has fetched before."""
+"""Configurations of the models that vLLM's tests name, for the local cache of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _REVISION = "0" * 40
-# As their makers published them, as far as a scheduler asks.
+# The published configurations, reduced to the fields that a scheduler reads.
 _CONFIGS = {
     "facebook/opt-125m": {
         "architectures": ["OPTForCausalLM"],
@@ -25,7 +25,7 @@ _CONFIGS = {
 
 
 def pretend(hub: Path) -> None:
-    """Writes them, and has nothing else looked for."""
+    """Write the configurations into the local cache; make huggingface_hub look for no other files."""
     for name, config in _CONFIGS.items():
         folder = hub / f"models--{name.replace('/', '--')}"
         snapshot = folder / "snapshots" / _REVISION

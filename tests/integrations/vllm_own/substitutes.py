@@ -1,4 +1,4 @@
-"""Our connector in the place of those that vLLM's tests name, and the list of the tests that apply."""
+"""Our connector as the substitute of the connectors in vLLM's tests, and the list of the tests that apply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.node import Node
 _SCHEDULER, _ASYNC = "tests/v1/core/test_scheduler.py", "tests/v1/core/test_async_scheduler.py"
 _UNIT = "tests/v1/kv_connector/unit"
 _HYBRID = f"{_UNIT}/test_hma_auto_config.py"
-# Of those that name a connector or its mock: what is not here asks for a connector of one kind, or for its messages.
+# Tests that name a connector or its mock. The other such tests check one special connector, or its messages.
 TESTS = {
     "what is found is loaded, blocks and statistics are right, all is freed": [
         f"{_SCHEDULER}::test_kv_connector_basic",
@@ -68,7 +68,7 @@ _BLOCKS, _LAYERS, _DIM, _BLOCK = 64, 2, 16, 16
 
 
 class Daemon:
-    """A daemon, and how often a connector to it was asked for."""
+    """A daemon, and the number of connectors that tests have created for it."""
 
     def __init__(self) -> None:
         self.node: Node | None = None
@@ -84,7 +84,7 @@ class Daemon:
         return {"socket": str(self.node.cache_socket), "timeout_ms": 5000, "min_load_tokens": 1, **more}
 
     def namespace(self) -> NamespaceDescriptor:
-        """One that nobody else has."""
+        """Return a new namespace."""
         return NamespaceDescriptor(
             model_fingerprint=next(self._numbers).to_bytes(32, "big"),
             architecture="of vLLM's tests",
@@ -102,7 +102,7 @@ DAEMON = Daemon()
 
 
 class Stored:
-    """Has the daemon hold prompts, as a worker does that has computed them."""
+    """Stores prompts in the daemon, as a worker does that has computed them."""
 
     def __init__(self, block: int) -> None:
         self.described = DAEMON.namespace()
@@ -127,8 +127,10 @@ class Stored:
 
 
 class Found(KVSidecarConnector):
-    """Stands for ``MockKVConnector``: of every prompt that it is asked about the daemon has ``matched_tokens`` more
-    than vLLM. As the mock it stores nothing."""
+    """Substitute of ``MockKVConnector``: for every prompt, the daemon has ``matched_tokens`` more tokens than vLLM.
+
+    Like the mock, it stores nothing.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -158,7 +160,7 @@ class Found(KVSidecarConnector):
         return found
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Ours, and what the tests count of the mock's: requests that are new to the workers."""
+        """Return our jobs. Also count the requests that are new to the workers, as the mock does for the tests."""
         found: Any = super().build_connector_meta(scheduler_output)
         cached = scheduler_output.scheduled_cached_reqs
         resumed = [name for name in cached.req_ids if name in cached.resumed_req_ids]
@@ -171,18 +173,18 @@ class Found(KVSidecarConnector):
 
 
 class Plain(KVSidecarConnector):
-    """Stands for ``ExampleConnector``."""
+    """Substitute of ``ExampleConnector``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         vllm_config.kv_transfer_config.kv_connector_extra_config = DAEMON.settings()
-        if not kv_cache_config.kv_cache_groups:  # ours wants to know what it keeps
+        if not kv_cache_config.kv_cache_groups:  # our connector needs the cache's layout
             spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
             kv_cache_config = KVCacheConfig(0, [], [KVCacheGroupSpec(["layer"], spec)])
         super().__init__(vllm_config, role, kv_cache_config)
 
 
 class Plugin:
-    """Puts them in place."""
+    """A pytest plugin that installs the substitutes."""
 
     def pytest_sessionstart(self) -> None:
         DAEMON.node = Node(workers=0, arena_bytes="64MiB")

@@ -1,1 +1,1 @@
-"""Simulated device: the port without a GPU, stricter than one. Contract suite, planted defects, virtual clock."""
+"""Simulated device, which needs no GPU and is stricter than one; contract tests, planted defects, virtual clock."""

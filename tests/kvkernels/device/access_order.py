@@ -1,7 +1,7 @@
-"""Access order: which accesses are ordered, by vector clocks over streams, events and the host.
+"""Order of memory accesses, by vector clocks over streams, events and the host.
 
-All host threads are one actor: locks order them, which no clock sees. An access is checked when it is enqueued, so that
-a missing order is found whenever the work runs.
+All host threads count as one actor, because locks order them and no vector clock sees locks. An access is checked when
+it is enqueued, so a missing order is found whatever the timing of the work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _OWN_FOLDERS = (str(Path(__file__).parent) + "/", "/kvkernels/device/", "/torch/
 
 @dataclass(frozen=True)
 class Access:
-    """Access to bytes ``start`` to ``end`` of a block, at an actor's time.
+    """An access to the bytes ``start`` to ``end`` of a block, at a time of an actor's clock.
 
-    A ``scattered`` access takes some rows between them, which only the kernel knows; two of these do not conflict.
+    A ``scattered`` access uses only some rows in this range, which only the kernel knows. Two scattered accesses do not
+    conflict.
     """
 
     start: int
@@ -38,7 +39,7 @@ class Access:
 
 
 class AccessOrder:
-    """Vector clocks of actors, and the accesses of each block that a later one may conflict with."""
+    """Vector clocks of all actors, and for each block the accesses with which a later access may conflict."""
 
     def __init__(self) -> None:
         self._clocks: defaultdict[str, Clock] = defaultdict(dict)
@@ -49,7 +50,7 @@ class AccessOrder:
         return dict(self._clocks[actor])
 
     def join(self, actor: str, clock: Clock) -> None:
-        """Order an actor's later accesses after everything that a clock has seen."""
+        """Order an actor's later accesses after all work that a clock has seen."""
         mine = self._clocks[actor]
         for other, time in clock.items():
             mine[other] = max(mine.get(other, 0), time)
@@ -61,7 +62,7 @@ class AccessOrder:
     def add(
         self, block: int, start: int, end: int, writes: bool, actor: str, what: str, scattered: bool = False
     ) -> None:
-        """Add an access of an actor now. Raises UnorderedAccess with both places."""
+        """Add an access of an actor now. Raises UnorderedAccess, which names both places in the code."""
         mine = self._clocks[actor]
         new = Access(start, end, writes, actor, mine.get(actor, 0), what, scattered)
         self.num_checked += 1
@@ -86,7 +87,7 @@ class AccessOrder:
 
 
 def call_site() -> str:
-    """Return the place in the code that calls the device."""
+    """Return the file and line that called the device."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename

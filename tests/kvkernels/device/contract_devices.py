@@ -1,4 +1,4 @@
-"""Devices of the contract suite: simulated ones with three schedules, and a GPU where there is one."""
+"""Devices of the contract tests: simulated devices with three schedules, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACES = [
 
 @pytest.fixture
 def simulated() -> Iterator[Callable[..., SimulatedDevice]]:
-    """Make simulated devices that torch knows, and close them."""
+    """Create simulated devices that torch can use; close them at the end of the block."""
     made = []
 
     def make(**options: object) -> SimulatedDevice:

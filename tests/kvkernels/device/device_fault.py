@@ -1,18 +1,18 @@
-"""Faults: what a simulated device reports, each by a name."""
+"""Faults that a simulated device reports, one exception for each."""
 
 from __future__ import annotations
 
 
 class DeviceFault(RuntimeError):
-    """Use of a device that CUDA does not allow, or that gives random results."""
+    """A use of the device that CUDA does not allow, or whose result is random."""
 
 
 class UnorderedAccess(DeviceFault):
-    """Two accesses of the same bytes, one of them a write, that no event, stream or synchronization orders."""
+    """Two accesses to the same bytes, of which one is a write; no event, stream or synchronization orders them."""
 
 
 class UninitializedRead(DeviceFault):
-    """Device memory is copied out before anything was written there."""
+    """A copy reads device memory that was never written."""
 
 
 class OutOfBounds(DeviceFault):
@@ -24,27 +24,27 @@ class UseAfterFree(DeviceFault):
 
 
 class FreedInUse(DeviceFault):
-    """Memory is freed while work that uses it may still run."""
+    """Memory was freed while work that uses it may still run."""
 
 
 class HostAddress(DeviceFault):
-    """A kernel is given an address of host memory."""
+    """A kernel got an address of host memory."""
 
 
 class WrongDevice(DeviceFault):
-    """Memory, a stream or an event of another device."""
+    """Memory, a stream or an event belongs to another device."""
 
 
 class CaptureViolation(DeviceFault):
-    """A call that a stream's capture forbids."""
+    """A call that is forbidden while a stream is captured."""
 
 
 class UnrecordedEvent(DeviceFault):
-    """Waiting for an event that was not recorded: CUDA does not wait."""
+    """A wait for an event that was not recorded. CUDA would not wait."""
 
 
 class PageableMemory(DeviceFault, ValueError):
-    """An asynchronous copy of host memory that is not page-locked: CUDA blocks the host."""
+    """An asynchronous copy of host memory that is not page-locked. CUDA would block the host."""
 
 
 class PinnedChanged(DeviceFault):
@@ -52,8 +52,8 @@ class PinnedChanged(DeviceFault):
 
 
 class PagesReplaced(DeviceFault):
-    """Pages under a registration were replaced: the device and the host see different ones."""
+    """Pages of registered memory were replaced, so that device and host see different pages."""
 
 
 class DeviceLost(DeviceFault):
-    """Every call after an illegal access fails."""
+    """A call after an illegal access; every such call fails."""

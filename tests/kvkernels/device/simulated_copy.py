@@ -1,4 +1,4 @@
-"""Simulated copies: what they may copy, and their work, which is done in pieces of any order."""
+"""Simulated copies: checks of their memory, and their work, which runs in pieces of random order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _work(to: Use, of: Use, what: str) -> Work:
     if of.block.pinned and not of.block.busy(of.start, of.end, only_writes=True):
         before = zlib.crc32(source)
     if to.block.pinned and not to.block.busy(to.start, to.end):
-        target.fill(POISON)  # a host that reads too early reads this
+        target.fill(POISON)  # the host sees these bytes if it reads too early
 
     def work(dice: random.Random) -> None:
         for start, end in _pieces(len(target), dice):
@@ -85,7 +85,7 @@ def _registered_at(device: SimulatedDevice, tensor: Tensor) -> PinnedRange | Non
 
 
 def _pieces(size: int, dice: random.Random) -> list[tuple[int, int]]:
-    """Cut a copy into pieces, in any order."""
+    """Cut a copy into pieces; return them in random order."""
     cuts = sorted({0, size, *(dice.randrange(size + 1) for _ in range(dice.randrange(_MAX_PIECES)))})
     pieces = list(pairwise(cuts))
     dice.shuffle(pieces)

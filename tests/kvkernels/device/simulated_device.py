@@ -1,4 +1,4 @@
-"""Simulated device: the device port on host memory, which reports what CUDA would punish or let pass."""
+"""Simulated device on host memory. It reports errors that CUDA would report late or never."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_PIECES = 4
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes ``start`` to ``end`` of a block that a piece of work reads or writes."""
+    """The bytes ``start`` to ``end`` of a block, which a piece of work reads or writes."""
 
     block: Block
     start: int
@@ -62,9 +62,9 @@ def find_block(address: int) -> Block:
 
 
 class SimulatedDevice:
-    """One simulated card. ``executes=False`` keeps the clocks and the checks, and moves no bytes.
+    """One simulated card. With ``executes=False``, it keeps the clocks and the checks but moves no bytes.
 
-    Faults of enqueued work are raised by the next synchronization or by ``close``.
+    The next synchronization, or ``close``, raises the faults of enqueued work.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SimulatedDevice:
         self._streams: dict[int, SimulatedStream] = {}
         self._default, self._local = self.stream(), threading.local()
 
-    # ---- port ----
+    # ---- device interface ----
 
     @property
     def facts(self) -> DeviceFacts:
@@ -107,7 +107,7 @@ class SimulatedDevice:
         return self.wrap(self.allocate_raw(size_bytes))
 
     def allocate_raw(self, size_bytes: int) -> Tensor:
-        """Allocate device memory as a tensor of the CPU, which only this device may access."""
+        """Allocate device memory as a CPU tensor, which only this device may access."""
         self.check_alive()
         if size_bytes > self.free_bytes():
             raise torch.OutOfMemoryError(
@@ -178,7 +178,7 @@ class SimulatedDevice:
             self.clock.host_waits(self.clock.time_of(stream.name))
             self.host_waits(stream, stream.num_enqueued, self.order.clock_of(stream.name), counted=False)
 
-    # ---- beyond the port ----
+    # ---- not part of the device interface ----
 
     @property
     def index(self) -> int:
@@ -186,7 +186,7 @@ class SimulatedDevice:
 
     @property
     def num_pending(self) -> int:
-        """Return the number of pieces of work that are not done."""
+        """Number of pieces of enqueued work that are not done."""
         return sum(stream.num_pending for stream in self._streams.values())
 
     @property
@@ -200,12 +200,12 @@ class SimulatedDevice:
         return self._streams[handle]
 
     def register(self, memory: Tensor) -> None:
-        """Page-lock memory that the host allocated otherwise; the device keeps the pages of this moment."""
+        """Page-lock existing host memory. The device keeps the pages that the memory has now."""
         pinned = PinnedRange(memory.data_ptr(), memory.nbytes)
         self.registered.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, pinned))
 
     def close(self) -> None:
-        """End the threads. Raises what enqueued work reported."""
+        """End the threads. Raises the faults of enqueued work."""
         with contextlib.suppress(DeviceLost):
             for stream in list(self._streams.values()):
                 stream.finish(stream.num_enqueued)
@@ -238,7 +238,7 @@ class SimulatedDevice:
         seconds: float,
         work: Callable[[random.Random], object],
     ) -> None:
-        """Enqueue work after checking everything that it uses."""
+        """Check all memory that a piece of work uses, then enqueue the work."""
         self._check_uses(stream, what, uses)
         if stream.recording is not None:
             stream.recording.append(lambda on: self._add(on, f"{what}, replayed", uses, engine, seconds, work))
@@ -254,7 +254,7 @@ class SimulatedDevice:
                 raise WrongDevice(f"{what}: memory of device {use.block.ordinal} is used on {stream.name}")
 
     def _order(self, stream: SimulatedStream, what: str, uses: Sequence[Use], same: bool = False) -> None:
-        """Check a stream's next work, or more uses of the ``same`` work."""
+        """Check the uses of a stream's next piece of work, or additional uses of the ``same`` piece."""
         with self.changed:
             if not same:
                 self.order.join(stream.name, self.order.clock_of(self.host))
@@ -295,10 +295,10 @@ class SimulatedDevice:
         made: Callable[[], Sequence[Use]],
         again: Callable[[], None],
     ) -> Any:
-        """Run a kernel on the current stream now, after the work that it would wait for; return its placed results.
+        """Finish the work before a kernel on the current stream, then run the kernel now; return its placed results.
 
-        ``placed`` puts each tensor of ``run``'s result into device memory, ``made`` returns their uses, and ``again``
-        runs a recorded kernel once more, with the same results.
+        ``placed`` copies each tensor of ``run``'s result to device memory. ``made`` returns the uses of these tensors.
+        ``again`` runs a recorded kernel once more into the same results.
         """
         stream = self.current_stream()
         self._check_uses(stream, what, uses)
@@ -326,7 +326,7 @@ class SimulatedDevice:
         return self.clock.kernel_seconds(float(sum(use.end - use.start for use in uses)), flops)
 
     def check_read(self, what: str, uses: Sequence[Use]) -> None:
-        """Check that the host may read device memory, through a copy that waits."""
+        """Check that the host may read device memory by a synchronous copy."""
         self.order.advance(self.host)
         for use in uses:
             self.order.add(use.block.address, use.start, use.end, False, self.host, what)
@@ -343,7 +343,7 @@ class SimulatedDevice:
             raise DeviceLost(f"{self.torch} computes no more: {self._lost}")
 
     def check_call(self, what: str, waits: bool = False) -> None:
-        """Raise CaptureViolation if this thread captures, DeviceLost if the device failed."""
+        """Raise CaptureViolation if this thread captures a stream, and DeviceLost if the device has failed."""
         self.check_alive()
         if any(stream.recording is not None for stream in self.active_streams):
             raise CaptureViolation(f"{what} in a capture, at {call_site()}")
@@ -369,7 +369,7 @@ class SimulatedDevice:
             if not block.pinned:
                 self.used_bytes -= block.size_bytes
             actor = self.host if block.pinned else self.current_stream().name
-            if not block.pinned:  # freed by the host, in the order of the current stream
+            if not block.pinned:  # the host frees the memory, ordered by the current stream
                 self.order.join(actor, self.order.clock_of(self.host))
             still = self.order.last_unordered(block.address, actor)
             self.order.forget(block.address)

@@ -1,4 +1,4 @@
-"""Simulated launches: our kernels by the emulator, as work of a stream, with their addresses checked."""
+"""Simulated launches of our kernels: the emulator runs them as work of a stream, and their addresses are checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kvkernels.device.device_fault import DeviceFault, HostAddress, Pageab
 from tests.kvkernels.device.simulated_device import SimulatedDevice, Use, find_block
 from tests.kvkernels.device.virtual_clock import COMPUTE
 
-# Fields that a kernel writes, by the beginning of its name.
+# Names of the fields that a kernel writes, by the beginning of the kernel's name.
 _WRITES = {
     "pack": ("payloads",),
     "unpack": ("pool_keys", "pool_values"),
@@ -25,11 +25,11 @@ _WRITES = {
     "awq": ("output", "parts"),
 }
 _MAX_GRID_YZ, _MAX_THREADS = 65_535, 1024
-_emulator = threading.Lock()  # it has one state
+_emulator = threading.Lock()  # the emulator has only one state
 
 
 class SimulatedKernels:
-    """Kernels of a simulated device. A launch's memory is checked when it is enqueued."""
+    """Kernels of a simulated device. The memory of a launch is checked when the launch is enqueued."""
 
     def __init__(self, device: SimulatedDevice, emulated: Kernels) -> None:
         self._device, self._emulated = device, emulated
@@ -64,7 +64,7 @@ class SimulatedKernels:
 
 
 def _uses(name: str, params: Any, layers: int) -> list[Use]:
-    """Return the memory of a launch: from each address to the end of its block, or of the layers that it works on."""
+    """Return the memory of a launch: from each address to the end of the block, or of the layers that it uses."""
     kernel = next(kind for kind in _WRITES if name.startswith(kind))
     found = []
     for field, kind in params._fields_:
@@ -88,5 +88,5 @@ def _uses(name: str, params: Any, layers: int) -> list[Use]:
 
 
 def _traffic(params: Any, num_threads: int) -> float:
-    """Return the bytes that a kernel of chunks moves, keys and values, to and fro; 0 for others."""
+    """Return the bytes of keys and values that a pack or unpack kernel reads and writes; 0 for other kernels."""
     return 2.0 * 2 * 2 * params.channels * num_threads if hasattr(params, "channels") else 0.0

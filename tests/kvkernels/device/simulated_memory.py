@@ -1,4 +1,4 @@
-"""Simulated memory: blocks of a device and pinned blocks of the host, found by address."""
+"""Simulated memory: blocks of a device and pinned blocks of the host, which are found by address."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tests.kvkernels.device.device_fault import OutOfBounds, PageableMemory, UseAfterFree
 
-POISON = 0xFF  # NaN in every float format
+POISON = 0xFF  # these bytes are NaN in every float format
 _ALIGNMENT = 4096
 
 
 @dataclass(eq=False)
 class Block:
-    """One allocation. ``pending`` has the byte ranges of enqueued work, and whether it writes."""
+    """One allocation. ``pending`` has the byte ranges that enqueued work uses, and whether the work writes them."""
 
     address: int
     size_bytes: int
@@ -38,7 +38,7 @@ class Block:
         return self.address + self.size_bytes
 
     def view(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Return the device's own view of some bytes, which does not keep the block allocated."""
+        """Return the device's own view of some bytes. The view does not keep the block allocated."""
         return np.frombuffer(self.pages, np.uint8)[start:end]
 
     def mark_written(self, start: int, end: int) -> None:
@@ -69,7 +69,7 @@ class BlockTable:
     def allocate(
         self, size_bytes: int, pinned: bool, ordinal: int, site: str, freed: Callable[[Block], None], poison: bool
     ) -> tuple[Block, Tensor]:
-        """Allocate a block; ``freed`` is called when the last tensor over it is gone."""
+        """Allocate a block. Calls ``freed`` when the last tensor on the block is gone."""
         pages = mmap.mmap(-1, -(-max(size_bytes, 1) // _ALIGNMENT) * _ALIGNMENT)
         memory = (ctypes.c_uint8 * max(size_bytes, 1)).from_buffer(pages)
         block = Block(ctypes.addressof(memory), size_bytes, pinned, ordinal, site, pages)
@@ -89,7 +89,7 @@ class BlockTable:
         freed(block)
 
     def find(self, address: int, size_bytes: int = 1) -> Block:
-        """Return the block of a range. Raises OutOfBounds, UseAfterFree, PageableMemory."""
+        """Return the block that contains an address range. Raises OutOfBounds, UseAfterFree, PageableMemory."""
         at = bisect.bisect_right(self._starts, address) - 1
         block = self._blocks[self._starts[at]] if at >= 0 else None
         if block is not None and address < block.end:

@@ -1,4 +1,4 @@
-"""Simulated streams and events: queues of work on threads, with seeded delays."""
+"""Simulated streams and events: queues of work on threads, with random delays from a seed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tests.kvkernels.device.simulated_device import SimulatedDevice
 
 _MAX_DELAY_SECONDS = 0.002
-_POLLS_UNTIL_DONE = 3  # late work is done after an event was asked for this often
+_POLLS_UNTIL_DONE = 3  # late work runs after this number of queries of an event
 
 
 class Schedule(enum.Enum):
-    """Schedule of enqueued work."""
+    """Rules by which a stream delays enqueued work."""
 
     EAGER = "at once"
     DELAYED = "after random times"
@@ -35,7 +35,7 @@ class Schedule(enum.Enum):
 
 @dataclass
 class _Item:
-    """Piece of work, or the wait for the first so many pieces of another stream."""
+    """A piece of work, or a wait for a number of pieces of another stream."""
 
     work: Callable[[random.Random], None] | None
     need: tuple[SimulatedStream, int] | None
@@ -43,7 +43,7 @@ class _Item:
 
 
 class SimulatedStream:
-    """Stream of a simulated device, with a thread of its own."""
+    """A stream of a simulated device, with its own thread."""
 
     def __init__(self, device: SimulatedDevice, number: int) -> None:
         self.device, self.handle = device, number
@@ -180,7 +180,7 @@ class SimulatedEvent:
             raise CaptureViolation("an event is recorded in a capture, and would be waited for outside of it")
         device = self._device
         device.check_alive()
-        # The host's clock: an event comes after what the host did before it was recorded.
+        # Include the host's clock: an event comes after all work that the host did before it recorded the event.
         device.order.join(stream.name, device.order.clock_of(device.host))
         at = device.clock.time_of(stream.name)
         self._point = _Point(stream, stream.num_enqueued, device.order.clock_of(stream.name), at)

@@ -1,8 +1,9 @@
-"""Tensors of a simulated device: torch's operations run on it as work of the current stream.
+"""Tensors of a simulated device, on which torch's operations run as work of the current stream.
 
-PyTorch's PrivateUse1 device, with kernels in Python: a tensor wraps host memory that belongs to the device. Each
-operation is checked and timed as a kernel that reads and writes its arguments. It runs when it is called, after the
-work that its stream would wait for, so that its result has a shape. The clocks still treat it as asynchronous.
+The device is PyTorch's PrivateUse1 with kernels in Python. A tensor wraps host memory that belongs to the device. Each
+operation is checked and timed as a kernel that reads and writes its arguments. The operation runs when it is called,
+after the work for which its stream would wait, because its result must have a shape. The clocks still treat it as
+asynchronous.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from tests.kvkernels.device.device_fault import WrongDevice
 from tests.kvkernels.device.simulated_device import SimulatedDevice, Use, use_of
 
 NAME = "sim"
-# Operations whose result the host reads.
+# Operations that return a value to the host.
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
-# Operations that torch divides by the device's own kernels.
+# Operations that torch composes from the device's other operations.
 _WHOLE = ("scaled_dot_product_attention",)
 _devices: dict[int, SimulatedDevice] = {}
 
 
 class SimulatedTensor(torch.Tensor):
-    """Tensor on a simulated device; ``raw`` is its memory as a CPU tensor."""
+    """A tensor on a simulated device. ``raw`` is its memory as a CPU tensor."""
 
     raw: Tensor
     owner: SimulatedDevice
@@ -55,7 +56,7 @@ class SimulatedTensor(torch.Tensor):
         return self.raw.data_ptr()
 
     def tolist(self) -> Any:
-        """Return the elements; torch refuses a tensor class of Python."""
+        """Return the elements. torch's own method refuses tensor classes of Python."""
         return self.cpu().tolist()
 
     @classmethod
@@ -64,7 +65,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 def add_simulated_device(device: SimulatedDevice) -> None:
-    """Make a device available to torch and to the port as ``sim:N``."""
+    """Make a device available as ``sim:N``, to torch and to the device interface."""
     _backend()
     _devices[device.index] = device
     device.torch = torch.device(NAME, device.index)
@@ -106,7 +107,7 @@ def _computed(owner: SimulatedDevice, func: Any, name: str, given: Any, raw: Any
     uses = [use_of(x.raw, id(x) in written) for x in leaves if x.raw.numel()]
     what = f"{name} at {call_site()}"
     own = {id(x.raw): x for x in leaves}
-    results: list[tuple[Tensor, bool]] = []  # memory, and whether the operation made it
+    results: list[tuple[Tensor, bool]] = []  # memory, and whether the operation has allocated it
 
     def run() -> Any:
         return func(*raw[0], **raw[1])
@@ -137,7 +138,7 @@ def _uses_of(results: list[tuple[Tensor, bool]]) -> list[Use]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes."""
+    """Return the arguments that an operation changes."""
     found = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -147,7 +148,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _allocated(owner: SimulatedDevice, like: Tensor) -> Tensor:
-    """Copy a result of the CPU into new device memory, with its strides if they are dense."""
+    """Copy a CPU result into new device memory; keep its strides if they are dense."""
     shape = torch.empty_like(like, device="meta")
     target = (
         owner.allocate_raw(shape.untyped_storage().nbytes()).view(like.dtype).as_strided(like.shape, shape.stride())
@@ -177,7 +178,7 @@ def _converted(x: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _read(x: SimulatedTensor) -> Tensor:
-    """Wait for a tensor's device, and return its memory for the host to read."""
+    """Wait for a tensor's device; return the memory, which the host may then read."""
     x.owner.current_stream().synchronize()
     if x.raw.numel():
         x.owner.check_read(f"a copy to the host at {call_site()}", [use_of(x.raw, False)])
@@ -185,7 +186,7 @@ def _read(x: SimulatedTensor) -> Tensor:
 
 
 def _transferred(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
-    """Copy between host and device. From pinned memory it is asynchronous, else the host waits."""
+    """Copy between host and device. A copy from pinned memory is asynchronous; for any other copy, the host waits."""
     if not isinstance(target, SimulatedTensor):
         assert isinstance(source, SimulatedTensor)
         return target.copy_(_read(source))
@@ -210,7 +211,7 @@ def _raw(x: Any) -> Any:
 
 
 def _flops(name: str, leaves: list[SimulatedTensor]) -> float:
-    """Return the arithmetic of matrix products, which may be more than their memory traffic."""
+    """Return the number of operations of a matrix product, which may take longer than its memory traffic."""
     shapes = [x.shape for x in leaves if x.dim() >= 2]
     if name in ("mm", "addmm", "bmm", "baddbmm") and len(shapes) >= 2:
         return 2.0 * shapes[-2].numel() * shapes[-1][-1]
@@ -218,7 +219,7 @@ def _flops(name: str, leaves: list[SimulatedTensor]) -> float:
 
 
 class _Module:
-    """Device module that torch needs: ``torch.sim``."""
+    """The module ``torch.sim``, which torch needs for a device."""
 
     def is_initialized(self) -> bool:
         return True
@@ -239,7 +240,7 @@ class _Module:
         return
 
     def get_rng_state(self, device: object = None) -> Tensor:
-        """Return an empty state: the device draws no random numbers. Torch's checks of operators save the state."""
+        """Return an empty state, because the device draws no random numbers. torch's operator checks save the state."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: Tensor, device: object = None) -> None:
@@ -248,7 +249,7 @@ class _Module:
 
 @cache
 def _backend() -> torch.library.Library:
-    """Register the device with torch, once in a process."""
+    """Register the device with torch; a process can do this only once."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())  # type: ignore[arg-type]
     library = torch.library.Library("aten", "IMPL")
 

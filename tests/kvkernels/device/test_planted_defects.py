@@ -28,7 +28,7 @@ class Params(ctypes.Structure):
 
 
 class NoKernels:
-    """Kernels that do nothing: the simulated device checks a launch before the kernel runs."""
+    """Kernels without effect. They suffice, because the simulated device checks a launch before the kernel runs."""
 
     def launch(self, *_: object) -> None:
         return

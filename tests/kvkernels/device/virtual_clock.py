@@ -1,7 +1,8 @@
-"""Virtual clock: the time that enqueued work takes on a card, without waiting for it.
+"""Virtual clock: computes the time that enqueued work would take on a card.
 
-A kernel takes a launch and the larger of its memory traffic and its arithmetic; a copy takes a start and its bytes over
-the link. Kernels run one after the other, and each direction of the link has one copy engine.
+A kernel takes the time of a launch plus the time of its memory traffic or its arithmetic, whichever is longer. A copy
+takes the time of a start plus the time of its bytes over the link. Kernels run one after the other. Each direction of
+the link has one copy engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TO_DEVICE, TO_HOST, COMPUTE = "to device", "to host", "compute"
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates of a card (vendors' data sheets, dense) and of its link."""
+    """Rates of a card and of its link, from vendors' data sheets, without sparsity."""
 
     memory_bytes: int
     memory_bandwidth: float  # bytes per second
@@ -42,7 +43,7 @@ def costs_of(card: Card) -> Costs:
 
 
 class VirtualClock:
-    """Times in seconds, of the host, of engines, and of each stream's last work."""
+    """Times in seconds: of the host, of each engine, and of the last work on each stream."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -54,7 +55,7 @@ class VirtualClock:
         self._streams: defaultdict[str, float] = defaultdict(float)
 
     def enqueue(self, stream: str, engine: str, seconds: float) -> float:
-        """Add work to a stream; return its end."""
+        """Add work to a stream; return the time at which the work ends."""
         self.host += self.costs.call_seconds
         begin = max(self.host, self._streams[stream], self._engines[engine])
         end = begin + seconds
@@ -67,7 +68,7 @@ class VirtualClock:
         return max(self._streams[stream], self.host)
 
     def wait(self, stream: str, until: float) -> None:
-        """Start the stream's later work at ``until`` or later."""
+        """Let later work of the stream start at ``until`` at the earliest."""
         self._streams[stream] = max(self._streams[stream], until)
 
     def host_waits(self, until: float) -> None:

@@ -1,1 +1,1 @@
-"""Test doubles of a GPU: a driver that refuses and delays, and pinned memory that a device writes."""
+"""Test doubles of a GPU: a driver that refuses and delays calls, and pinned memory that a device writes."""

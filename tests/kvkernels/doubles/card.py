@@ -1,4 +1,4 @@
-"""Cards: what a thread block may use, by GPU (CUDA C++ Programming Guide, compute capabilities)."""
+"""Resources that a thread block may use, by GPU (CUDA C++ Programming Guide, compute capabilities)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def _resources() -> dict[str, dict[str, dict[str, int]]]:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU's architecture and the shared memory that a block may opt in to."""
+    """A GPU's architecture, and the maximum shared memory of a block (opt-in)."""
 
     name: str
     architecture: str
     shared_bytes: int
 
     def check_registers(self, kernel: str, threads: int) -> None:
-        """Raise KernelLaunchError if a block's registers exceed the card's. sm_70 is not in the compiler's report."""
+        """Raise KernelLaunchError if a block needs more registers than the card has.
+
+        The compiler's report does not cover sm_70.
+        """
         used = _resources().get(kernel, {}).get(self.architecture)
         if used is None:
             return

@@ -1,4 +1,4 @@
-"""Places of a pool: a simulated device everywhere, and a GPU where there is one."""
+"""Devices for a pool: a simulated device on every machine, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = [*Schedule, pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    """The pool's device: our kernels by the emulator, on streams with delays."""
+    """A simulated device, on which the emulator runs our kernels, on streams with delays."""
     schedule = getattr(request, "param", Schedule.DELAYED)
     simulated = SimulatedDevice(schedule=schedule)
     add_simulated_device(simulated)
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> torch.device:
-    """Device of the pool; chunks cross over a simulated or a real copy engine."""
+    """The pool's device. A simulated or a real copy engine transfers chunks to it."""
     if request.param == "cuda":
         return torch.device("cuda", 0)
     simulated: SimulatedDevice = request.getfixturevalue("device")
@@ -46,7 +46,7 @@ def place(request: pytest.FixtureRequest) -> torch.device:
 
 
 def keep_busy(place: torch.device) -> None:
-    """Occupy a GPU's current stream for some milliseconds, so that work enqueued later is late."""
+    """Occupy a GPU's current stream for some milliseconds, so that later work on the stream is late."""
     if place.type == "cuda":
         cuda: Any = torch.cuda
         cuda._sleep(20_000_000)

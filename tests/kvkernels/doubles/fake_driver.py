@@ -17,7 +17,7 @@ from tests.kvkernels.doubles.card import H100
 
 @cache
 def shared_object(source: Path, soname: str = "") -> Path:
-    """Compile a C file; skips the test where there is no compiler."""
+    """Compile a C file to a shared object. Skips the test if there is no compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the test doubles with")
@@ -29,7 +29,7 @@ def shared_object(source: Path, soname: str = "") -> Path:
 
 @cache
 def compiled(name: str, soname: str = "") -> ctypes.CDLL:
-    """Compile and load ``name.c`` beside this file. With a soname, later loads of that name find it."""
+    """Compile and load ``name.c`` beside this file. With a soname, later loads of this name get the same library."""
     return ctypes.CDLL(str(shared_object(Path(__file__).with_name(f"{name}.c"), soname)))
 
 
@@ -38,7 +38,7 @@ class FakeDriver:
 
     @classmethod
     def for_test(cls, devices: int = 1) -> FakeDriver:
-        """Make the driver for a test, which is skipped where this process may have loaded a real one."""
+        """Create the driver for a test. Skips the test if this process may have loaded a real driver."""
         if torch.cuda.is_available():
             pytest.skip("there is a GPU here")
         return cls(devices)
@@ -56,16 +56,16 @@ class FakeDriver:
         self._c.fake_revive(ordinal)
 
     def kill(self, ordinal: int = 0) -> None:
-        """Poison a device's context: every later call there fails with error 700."""
+        """Make every later call on a device fail with error 700."""
         self._c.fake_kill(ordinal)
 
     def run_kernels_with(self, launcher: object) -> None:
-        """Run launched kernels by a ``kvk_launch``, the emulator's."""
+        """Let the emulator's function ``kvk_launch`` run launched kernels."""
         self._c.fake_kernels(ctypes.cast(launcher, ctypes.c_void_p))  # type: ignore[arg-type]
 
     @property
     def refused(self) -> int:
-        """Number of calls that came without a current context."""
+        """Number of calls from threads without a current context."""
         return int(self._c.fake_refused())
 
     @property
@@ -74,7 +74,7 @@ class FakeDriver:
 
     @property
     def current(self) -> int:
-        """Ordinal of this thread's context; -1 for none."""
+        """Ordinal of the device of this thread's context; -1 without a context."""
         return int(self._c.fake_current())
 
     def close(self) -> None:

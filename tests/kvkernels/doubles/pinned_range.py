@@ -1,4 +1,4 @@
-"""Pinned range: pages that only a device writes, pinned by io_uring as CUDA pins them."""
+"""Pages that only a device writes; io_uring pins them as CUDA would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kvkernels.doubles.fake_driver import compiled
 
 
 class PinnedRange:
-    """Pages that are pinned as ``cudaHostAlloc`` and ``cudaHostRegister`` pin them."""
+    """Pages that are pinned, as after ``cudaHostAlloc`` or ``cudaHostRegister``."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self._c, self._pin = compiled("pinned_memory"), ctypes.c_void_p()

@@ -1,4 +1,4 @@
-"""CUDA emulator fixtures: the CUDA sources compiled for the CPU."""
+"""Fixtures of the CUDA emulator, which is the CUDA sources compiled for the CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _LANDINGS = ("at wait", "at issue", "at random")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of warps and lanes, and the moment at which asynchronous copies land."""
+    """Order of warps and lanes, and the time at which asynchronous copies take effect."""
 
     order: str = _ORDERS[0]
     landing: str = _LANDINGS[0]
@@ -31,7 +31,7 @@ SCHEDULES = tuple(Schedule(order, landing) for order in _ORDERS for landing in _
 
 
 class Emulated(SharedLibrary):
-    """Emulator of a card, with a choice of schedule. Like its C library, one per build and process."""
+    """Emulator of a card with a chosen schedule. A process has one for each build, because the C library has state."""
 
     def __init__(self, path: Path, card: Card = A100) -> None:
         super().__init__(path)

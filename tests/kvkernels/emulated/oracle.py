@@ -1,4 +1,4 @@
-"""Attention in float64 by definition, and test cases."""
+"""Reference attention in float64 by its definition, and test cases."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ def int32(*values: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of ``(rows, keys)``."""
+    """A batch of sequences; each is a pair of the numbers of rows and keys."""
 
     sequences: tuple[tuple[int, int], ...]
     heads: int
@@ -37,7 +37,7 @@ class Case:
         return torch.randn(shape, generator=g).to(self.dtype), torch.randn(shape, generator=g).to(self.dtype)
 
     def positions(self) -> list[Tensor]:
-        """Return each sequence's positions: its last ones, or scattered."""
+        """Return the positions of each sequence's rows: its last positions or, if scattered, random ones."""
         out = []
         for rows, keys in self.sequences:
             anywhere = torch.randperm(keys, generator=self.generator())[:rows].sort().values
@@ -55,9 +55,9 @@ class Case:
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention by definition: output and log-sum-exp.
+    """Compute attention by its definition; return output and log-sum-exp.
 
-    ``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``.
+    ``query`` is ``[rows, heads, dim]``; keys and values are ``[kv_heads, keys, dim]``.
     """
     group = query.shape[1] // keys.shape[0]
     q, k, v = query.double(), keys.double().repeat_interleave(group, 0), values.double().repeat_interleave(group, 0)

@@ -19,7 +19,7 @@ from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
 
 @dataclass(frozen=True)
 class Bug:
-    """Replacement of ``right``, which occurs once in a file, by ``wrong``."""
+    """A planted bug: ``wrong`` replaces ``right``, which occurs once in a file."""
 
     name: str
     file: str

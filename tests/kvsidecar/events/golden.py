@@ -1,5 +1,8 @@
-"""Bytes that vLLM's own encoder and hasher made; ``python -m tests.kvsidecar.events.golden``, run where vLLM is
-installed, writes them anew. ``tests/integrations/test_vllm_events.py`` compares them with what vLLM makes today."""
+"""Events and hashes as vLLM's own encoder and hasher write them.
+
+``python -m tests.kvsidecar.events.golden`` writes them anew, in an environment with vLLM.
+``tests/integrations/test_vllm_events.py`` compares them with the results of the installed vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ BLOCK_TOKENS = 4
 TOKENS = [0, 1, 23, 24, 255, 256, 65535, 65536, 128255, 7, 8, 9, 10]
 SALT = "grüße"
 
-# A batch is its events: the name of vLLM's class, and its fields.
+# A batch is a list of events. Each event has the name of vLLM's class and the fields.
 BATCHES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "first block": [("BlockStored", {"block_hashes": [2**64 - 1], "parent_block_hash": None, "token_ids": TOKENS[:4]})],
     "a run in another medium": [
@@ -38,7 +41,7 @@ _OF_STORED = {"block_size": BLOCK_TOKENS, "lora_id": None, "medium": "CPU", "lor
 
 
 def events(module: Any, batch: str) -> list[Any]:
-    """The events of a batch, as a module's classes."""
+    """Return the events of a batch as objects of a module's classes."""
     return [
         getattr(module, name)(**(_OF_STORED if name == "BlockStored" else {}) | fields)
         for name, fields in BATCHES[batch]

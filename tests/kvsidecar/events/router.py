@@ -1,4 +1,4 @@
-"""A router as far as it follows events: which blocks are where, and that all of it makes sense."""
+"""The part of a router that follows KV events: it tracks blocks and checks the events."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvsidecar.events.vllm_events import AllBlocksCleared, BlockRemoved, BlockSt
 
 @dataclass
 class Router:
-    """Reckons each block's hash from its tokens, as one does that knows prompts and not blocks."""
+    """Set of known blocks. It computes each block's hash from the tokens, as a router does that knows only prompts."""
 
     blocks: set[tuple[str | None, int]] = field(default_factory=set)
-    _whole: dict[int, bytes] = field(default_factory=dict)  # hashes by their names in events
+    _whole: dict[int, bytes] = field(default_factory=dict)  # full hashes by the shortened hashes in events
 
     def hear(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -45,7 +45,7 @@ class Router:
 
 
 class Subscriber:
-    """A router at the publisher's sockets."""
+    """A router that is connected to the publisher's sockets."""
 
     def __init__(self, events: str, replay: str) -> None:
         self.router, self.next = Router(), 0
@@ -60,8 +60,11 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def hear_until(self, condition: Callable[[Router], bool]) -> None:
-        """Takes events in until then, for 20 s at the most. Asks for those that it missed, and when it hears none, as
-        before a subscription has come about."""
+        """Process events until a condition holds, for at most 20 s.
+
+        Requests a replay of missed events. It also requests one if no events arrive, because the subscription may not
+        have been established yet.
+        """
         deadline = time.monotonic() + 20
         while not condition(self.router):
             assert time.monotonic() < deadline, f"{len(self.router.blocks)} blocks after event {self.next}"
@@ -75,7 +78,7 @@ class Subscriber:
             self._take(number, payload)
 
     def replay(self) -> int:
-        """Takes in what there was since what was heard last. Returns the batches."""
+        """Request and process all batches since the last received one; return their number."""
         self._replay.send_multipart((b"", self.next.to_bytes(8, "big")))
         found = 0
         while (frames := self._replay.recv_multipart())[2] != END:
@@ -85,6 +88,6 @@ class Subscriber:
 
     def _take(self, number: bytes, payload: bytes) -> None:
         told = int.from_bytes(number, "big")
-        if told >= self.next:  # else it came in a replay already
+        if told >= self.next:  # otherwise a replay has already delivered it
             self.next = told + 1
             self.router.hear(msgspec.msgpack.decode(payload, type=EventBatch).events)

@@ -18,7 +18,7 @@ KEPT, GONE = pb.EVENT_TYPE_COMMITTED, pb.EVENT_TYPE_EVICTED
 
 @dataclass
 class Stored:
-    """The daemon's side: chunks by name, each with its parent's name and the tokens of the whole prompt so far."""
+    """Stored chunks by name. Each has the name of its parent, and the tokens of the prompt up to its end."""
 
     chunks: dict[bytes, pb.ChunkInfo] = field(default_factory=dict)
     prompts: dict[bytes, list[int]] = field(default_factory=lambda: {b"root": []})
@@ -36,7 +36,7 @@ class Stored:
         return any(chunk.parent_prefix_hash == name for chunk in self.chunks.values())
 
     def blocks(self, salt: str = "") -> set[tuple[str | None, int]]:
-        """Reckoned anew: the blocks that end in each chunk, where it is."""
+        """Compute from scratch the blocks that end in each chunk, with the chunk's tier."""
         out = set()
         for name, chunk in self.chunks.items():
             ids, last = self.prompts[name], seed_hash()

@@ -1,4 +1,4 @@
-"""Caches of many layouts, and an engine that writes them by the letter of a description of its own."""
+"""KV caches with many layouts, and an engine that writes them by its own, separate description of the layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def geometry(dtype: torch.dtype, bits: int = 16) -> Geometry:
 
 
 def apart(order: str, dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tuple[PagedKVCache, Write]:
-    """Keys and values in tensors of their own, both with dimensions in this order."""
+    """Return a cache with separate tensors for keys and values; both have dimensions in this order."""
     sizes = {"b": BLOCKS, "t": BLOCK_TOKENS, "h": HEADS, "c": DIM}
     tensors = [[torch.zeros([sizes[d] for d in order], dtype=dtype) for _ in range(2)] for _ in range(LAYERS)]
     layers = tuple(LayerKVLayout(strided_layout(k, order), strided_layout(v, order)) for k, v in tensors)
@@ -39,7 +39,7 @@ def apart(order: str, dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tu
 
 
 def packed(dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tuple[PagedKVCache, Write]:
-    """All layers in one allocation, blocks outermost; a token's keys, then its values."""
+    """Return a cache with all layers in one allocation, blocks outermost, and a token's values after its keys."""
     whole = torch.zeros(BLOCKS, LAYERS, HEADS, BLOCK_TOKENS, 2 * DIM, dtype=dtype)
     views = [whole[:, layer] for layer in range(LAYERS)]
     layers = tuple(
@@ -54,7 +54,7 @@ def packed(dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tuple[PagedKV
 
 
 def fill(write: Write, slots: Tensor, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Writes random keys and values ``[layers, tokens, heads, channels]`` as the engine does, and returns them."""
+    """Write random keys and values ``[layers, tokens, heads, channels]`` as the engine does; return them."""
     make = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, LAYERS, len(slots), HEADS, DIM, generator=make).to(dtype)
     for layer in range(LAYERS):

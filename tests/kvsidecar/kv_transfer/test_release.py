@@ -65,14 +65,14 @@ def fill(number: int, payload: memoryview) -> None:
 
 
 class TooLate(grpc.RpcError):
-    """What a caller sees whose time was over when the answer came."""
+    """The error of a call whose answer arrived after the deadline."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Late:
-    """A stub whose answers come, but too late; and whose first calls of Release have no time at all."""
+    """A stub whose answers arrive too late. Its first ``without_time`` calls of Release have a timeout of 0."""
 
     def __init__(self, stub: Any, without_time: int = 0) -> None:
         self._stub, self._left = stub, without_time
@@ -139,8 +139,10 @@ def test_a_name_of_another_length_is_refused(node: Node, session: Session) -> No
 
 
 class Lost:
-    """A stub of which one method's answers are lost, before the daemon hears of the call or after it has answered; and
-    whose first calls of Abort have no time at all."""
+    """A stub that loses the answers of one method. With ``heard``, the daemon gets the call first.
+
+    The first ``without_time`` calls of Abort have a timeout of 0.
+    """
 
     def __init__(self, stub: Any, name: str, heard: bool = True, without_time: int = 0) -> None:
         self._stub, self._name, self._heard, self._left = stub, name, heard, without_time

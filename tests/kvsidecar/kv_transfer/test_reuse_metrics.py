@@ -32,7 +32,7 @@ SLOTS: Integers = slots_of([0, 1, 2, 3], BLOCK_TOKENS)
 
 
 class Scraped:
-    """Values of a daemon's reuse metrics in one namespace."""
+    """Values of a daemon's reuse metrics for one namespace."""
 
     def __init__(self, port: int, namespace: bytes) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:

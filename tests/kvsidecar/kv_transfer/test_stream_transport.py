@@ -45,7 +45,7 @@ PROMPT = list(range(5000, 5000 + CHUNK * CHUNKS))
 
 
 class Remote:
-    """A daemon with an mTLS door, and a network in front of it that fails on command."""
+    """A daemon with an mTLS listener, behind a network that fails on command."""
 
     def __init__(self, folder: Path, stack: ExitStack, **flags: Any) -> None:
         self.authority, port = CertificateAuthority(folder), free_port()
@@ -71,7 +71,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
 
 @dataclass
 class Attached:
-    """A link with its session, and what is stored and read over it."""
+    """A connection with its session, and the operations that a test makes over it."""
 
     link: DaemonConnection
     lookup: PrefixLookup = field(default_factory=lambda: PrefixLookup(GEOMETRY, 5.0))
@@ -103,7 +103,7 @@ class Attached:
         return self.lookup.match(self.session, ids, salt)
 
     def read(self, ids: list[int] = PROMPT, most: float = 60.0) -> int:
-        """Tokens of what is stored, every byte of which is as it was written."""
+        """Read the stored chunks and check every byte; return the number of tokens."""
         found = self.match(ids)
         try:
             with closing(found.session.read(found.lease_id, found.matches, 5.0, most)) as payloads:

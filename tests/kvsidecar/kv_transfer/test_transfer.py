@@ -44,7 +44,7 @@ def node() -> Iterator[Node]:
 
 
 class Engine:
-    """One attached engine, to a node of this host or to a daemon's address."""
+    """An engine that is attached to a node on this host, or to a daemon's address."""
 
     nothing = StoredPrefix()
 

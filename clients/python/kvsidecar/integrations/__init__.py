@@ -1,4 +1,4 @@
 """KV connectors for other engines: vLLM, SGLang and LMCache.
 
-One package per engine, on top of ``kvsidecar.kv_transfer``. Only the package of an engine imports that engine.
+Each engine has its own package, built on ``kvsidecar.kv_transfer``. Only an engine's package imports the engine.
 """

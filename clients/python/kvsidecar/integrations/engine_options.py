@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """Build a dataclass whose fields are texts, booleans or integers above 0.
+    """Build the dataclass ``kind``, whose fields are texts, booleans or integers above 0.
 
-    ``where`` names the flag in messages. Raises ConfigurationError for an unknown name or a value out of range.
+    ``where`` is the flag's name for error messages. Raises ConfigurationError for an unknown name or an invalid value.
     """
     known: dict[str, type] = {f.name: type(f.default) for f in fields(kind)}  # type: ignore[arg-type]
     for name, value in given.items():
@@ -40,9 +40,10 @@ def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 class DaemonOptions:
     """Address and credentials of the daemon.
 
-    ``socket`` is the path of the daemon's socket (empty: this user's daemon), or ``host:port`` of a daemon on another
-    host. For another host, ``ca`` is the file of the authority that signed the daemon's certificate, and ``cert`` with
-    ``key`` or ``token_file`` authenticate this client.
+    ``socket`` is the path of the daemon's socket, or ``host:port`` of a daemon on another host. If ``socket`` is empty,
+    the engine uses the environment variable KVSIDECAR_CACHE_SOCKET, or else the default socket of its user. For another
+    host, ``ca`` is the file of the authority that signed the daemon's certificate. The client authenticates itself
+    with ``cert`` and ``key``, or with ``token_file``.
     """
 
     socket: str = ""

@@ -1,7 +1,8 @@
 """Identity of the numerics of an engine that computes with PyTorch.
 
-The engine's own kernels are not probed; the id contains the device's name and the engine's version instead. So two
-machines with different device names share no chunks, even if they compute equal bits.
+The identity must change if two engines may compute different bits. It does not test the engine's own kernels: the
+device's name represents them here, and the caller adds the engine's version. So two machines with different device
+names share no chunks, even if they compute equal bits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _ID_DIGITS = 16
 def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> str:
     """Return the id of the machine's numerics for a namespace's ``producer``.
 
-    With ``shared`` the id is the same on every machine, for users who prefer hits to equal bits. Otherwise the function
-    runs a few matrix products on the device, which takes some milliseconds.
+    With ``shared``, the id is the same on every machine, for users to whom hits matter more than equal bits. Without
+    ``shared``, the function runs a few matrix products on the device, which takes some milliseconds.
     """
     if shared:
         return SHARED
@@ -40,12 +41,12 @@ def _named(device: torch.device) -> list[object]:
     if device.type == "cuda":
         facts = device_of(device).facts
         return [facts.name, facts.capability, torch.version.cuda]
-    # Kernels also choose by these instructions: the CPU capability alone does not say whether 16-bit products exist.
+    # Kernels also select their code by these instructions; torch's CPU capability does not contain them.
     has = [bool(getattr(torch.cpu, name, bool)()) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return [device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), *has]
 
 
 def _values(rows: int, columns: int) -> Tensor:
-    """Return numbers between -2 and 2 that are the same on every machine."""
+    """Return pseudorandom numbers between -2 and 2, which are the same on every machine."""
     mixed = torch.arange(1, rows * columns + 1) * 2_654_435_761 % (1 << 16) - (1 << 15)
     return (mixed.float() / (1 << 14)).view(rows, columns)

@@ -8,9 +8,9 @@ from kvsidecar.errors import ConfigurationError
 
 
 def weights_dir_of(model: str, cache: str | None = None, revision: str | None = None) -> Path:
-    """Return a model's folder, by its path or its repository. Raises ConfigurationError.
+    """Return the folder of a model's files; ``model`` is this folder or a repository on Hugging Face's hub.
 
-    A repository must be in the local cache of Hugging Face's hub.
+    Raises ConfigurationError for a repository that is not in the hub's local cache.
     """
     folder = Path(model)
     if folder.is_dir():

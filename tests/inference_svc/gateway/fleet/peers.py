@@ -1,4 +1,4 @@
-"""What a fleet's gateway may meet: servers that say they are nodes, and answer, refuse, break off or hang as told."""
+"""Fake nodes of a fleet, which answer, refuse, break off or hang on command."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ SERVED: dict[str, Any] = {"models": [{"id": "m", "object": "model"}], "workers":
 
 @dataclass(eq=False)
 class Peer:
-    """Listens on a loopback address. ``prompts`` are the bodies of the answers that it was asked for,
-    ``began`` is set with the first of them."""
+    """A fake node on a loopback address.
+
+    ``prompts`` has the bodies of the requests for answers; ``began`` is set with the first one.
+    """
 
     host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
     served: dict[str, Any] = field(default_factory=lambda: dict(SERVED))
     served_code: int = 200
     held_tokens: int = 0
-    held: Any = None  # what is said instead, whatever it is
+    held: Any = None  # the answer to every request instead
     answer: Handler | None = None
     responses: frozenset[str] = frozenset()
     silent: bool = False
     tls: ssl.SSLContext | None = None
     prompts: list[dict[str, Any]] = field(default_factory=list)
     preferences: list[str] = field(default_factory=list)
-    """``Prefer`` of each chat."""
+    """Value of the header ``Prefer`` in each chat request."""
     keys: set[str] = field(default_factory=set)
     asked: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,7 +93,7 @@ class Peer:
 
 
 def says(body: Any, code: int = 200) -> Handler:
-    """A whole answer."""
+    """Return a complete answer."""
 
     async def handler(writer: asyncio.StreamWriter) -> None:
         data = json.dumps(body).encode()
@@ -103,7 +105,7 @@ def says(body: Any, code: int = 200) -> Handler:
 
 
 def streams(*events: str, end: bool = True) -> Handler:
-    """Events; without ``end`` the connection breaks behind them."""
+    """Send events. Without ``end``, the connection breaks after them."""
 
     async def handler(writer: asyncio.StreamWriter) -> None:
         head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
@@ -123,17 +125,17 @@ async def hangs(writer: asyncio.StreamWriter) -> None:
 
 
 async def breaks(writer: asyncio.StreamWriter) -> None:
-    """Says nothing and closes."""
+    """Close the connection without an answer."""
 
 
 @asynccontextmanager
 async def fleet_of(
     *peers: Peer, nodes: str = "", **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FleetHandlers]]:
-    """A fleet's gateway in this process over listening peers, and a client of it."""
+    """Start a fleet gateway in this process, in front of these peers; yield it and a client."""
     async with AsyncExitStack() as stack:
         patience = stack.enter_context(pytest.MonkeyPatch.context())
-        patience.setattr(prefix_query, "_TIMEOUT_SECONDS", 30)  # a busy machine's peers answer late
+        patience.setattr(prefix_query, "_TIMEOUT_SECONDS", 30)  # on a busy machine, peers answer late
         for peer in peers:
             await stack.enter_async_context(peer.listening())
         named = nodes or ",".join(peer.url for peer in peers)
@@ -145,7 +147,10 @@ async def fleet_of(
 
 
 def named(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses of a name, which the test changes; the first is 127.0.0.1. With none the resolver is away."""
+    """Replace the DNS resolver; yield a name's addresses, at first 127.0.0.1. The test may change this list.
+
+    If the list is empty, the resolver fails.
+    """
     addresses = ["127.0.0.1"]
 
     async def look_up(_: object, host: str, port: int, **__: object) -> list[Any]:

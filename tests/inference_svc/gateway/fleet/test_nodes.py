@@ -47,7 +47,7 @@ class Fleet:
         self.gateways[i] = of_node(node, *PATIENT, port=gateway.port)
 
     def restart_front(self, i: int) -> None:
-        """Stop a gateway of the fleet in order, and start another at its address. The old one's client stays in use."""
+        """Shut a fleet gateway down, and start another one at its address. The old gateway's client stays in use."""
         old = self.fronts[i]
         old.process.terminate()
         assert old.process.wait(60) in (0, -15)

@@ -1,4 +1,4 @@
-"""Folder of streamed models' files during tests, and results of a model."""
+"""Temporary folder for the files of streamed models, and reference results of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = list(range(10, 110))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of converted models for one test module."""
+    """Temporary folder of converted models, for one test module."""
     folder, before = tmp_path_factory.mktemp("data"), os.environ.get("XDG_DATA_HOME")
     os.environ["XDG_DATA_HOME"] = str(folder)
     yield folder / "kvsidecar" / "models" / "converted"
@@ -30,7 +30,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def computed(loaded: LoadedModel, decoder: Decoder | None = None) -> list[Tensor]:
-    """Logits of a prompt read in pieces beside another sequence, and of some steps after it; and the pool's keys."""
+    """Return a model's logits and the pool's keys.
+
+    The prompt is computed in pieces beside another sequence; some decode steps follow.
+    """
     decoder = decoder or Decoder(loaded)
     device = loaded.device
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, device)

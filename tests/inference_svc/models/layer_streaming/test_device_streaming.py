@@ -120,7 +120,7 @@ def test_auto_streams_what_a_card_has_no_room_for(home: Path, device: SimulatedD
 
 
 class Model:
-    """A model's weights as pieces of a size, and its steps as kernels that read them."""
+    """A model whose weights are pieces of equal size, and whose steps are kernels that read them."""
 
     def __init__(self, device: SimulatedDevice, pieces: int, size_bytes: int, slots: int = 2) -> None:
         self.device, self.count = device, pieces
@@ -129,7 +129,7 @@ class Model:
         self.layers = DeviceSlots(device, source, self.memory)
 
     def step(self, rows: int, weights: int) -> None:
-        """One forward pass over layers with ``weights`` weights each."""
+        """Run one forward pass over layers with ``weights`` weights each."""
         device = self.device
         for piece in range(self.count):
             slot = self.layers.acquire(piece)

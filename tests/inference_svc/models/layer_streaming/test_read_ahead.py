@@ -18,7 +18,10 @@ PIECES, POISONED = 5, -1
 
 
 class Disk:
-    """Memory in which piece ``n`` is ``n`` everywhere. What is read while it may be ``held`` is a hazard."""
+    """Simulated disk on which every value of piece ``n`` is ``n``.
+
+    A read into a slot that is in ``held`` is recorded in ``hazards``, because a step may still use the slot.
+    """
 
     def __init__(self, slots: int) -> None:
         self.memory: NDArray[np.int64] = np.full((slots, 64), POISONED)

@@ -1,4 +1,4 @@
-"""A node whose worker answers vLLM's contract, and a client of that contract."""
+"""A node whose worker serves vLLM's gRPC API, and a client of this API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.node import Node, free_port
 
 @dataclass(frozen=True)
 class Door:
-    """Where the contract is answered, and who asks there."""
+    """A client of vLLM's gRPC API, and the worker that serves the API."""
 
     node: Node
     address: str
@@ -22,7 +22,7 @@ class Door:
     stub: Any
 
     def ask(self, **fields: Any) -> list[Any]:
-        """The messages that a Generate is answered with."""
+        """Call Generate; return the messages of the answer."""
         from smg_grpc_proto import vllm_engine_pb2
 
         return list(self.stub.Generate(vllm_engine_pb2.GenerateRequest(**fields), timeout=120))

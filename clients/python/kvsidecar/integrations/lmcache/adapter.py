@@ -36,7 +36,7 @@ class AdapterSettings(engine_options.DaemonOptions):
     """Settings of the adapter, in addition to the daemon's address.
 
     ``timeout_ms`` is the timeout of a call that transfers no payload. ``weights`` is any text that identifies the
-    model's weights; LMCache itself knows only the model's name.
+    model's weights; it is needed because LMCache knows only the model's name.
     """
 
     timeout_ms: int = 500
@@ -44,9 +44,9 @@ class AdapterSettings(engine_options.DaemonOptions):
 
 
 class KVSidecarL2Adapter(L2AdapterInterface):
-    """LMCache's L2 on the daemon; see ``docs/engines.md``.
+    """LMCache L2 adapter that stores objects in the daemon; see ``docs/engines.md``.
 
-    The adapter declares no capacity, since the daemon evicts by its own policy.
+    It reports no capacity to LMCache, because the daemon evicts by its own policy.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
@@ -60,7 +60,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         self._lock, self._last_task = threading.Lock(), 0
         self._stores: dict[L2TaskId, L2StoreResult] = {}
         self._bitmaps: dict[L2TaskId, Bitmap] = {}
-        self._sizes: dict[tuple[str, int, int], int] = {}  # object size in bytes, by model, rank and group
+        self._sizes: dict[tuple[str, int, int], int] = {}  # object size in bytes, by kind of object
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -128,8 +128,9 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def _look_up(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
         """Look up and lock objects.
 
-        The assumed size of an object is the size of the last stored object of its kind; before the first store, it is
-        LMCache's estimate. So compressed objects are found only after this process has stored one.
+        A lookup needs the object's size. The adapter takes the size of the last object of the same kind that it stored
+        or loaded. Before the first one, it takes LMCache's own estimate, which is wrong for compressed objects. So the
+        adapter finds compressed objects only after it has stored one.
         """
         sized = []
         for i, key in enumerate(keys):
@@ -147,7 +148,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         return _bitmap(len(keys), loaded)
 
     def _views(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[memoryview]:
-        """Return the objects' bytes, and record their sizes."""
+        """Return the objects' bytes; record the sizes for later lookups."""
         views = [memoryview(one.byte_array)[: one.get_size()] for one in objects]
         for key, view in zip(keys, views, strict=True):
             self._sizes[_kind(key)] = len(view)
@@ -173,13 +174,13 @@ class KVSidecarL2Adapter(L2AdapterInterface):
 
 
 def name_of(key: ObjectKey) -> ObjectName:
-    """Return a key's object name; its cache salt is the tenant's salt, as with other engines."""
+    """Return the object name for a key. As with other engines, the key's cache salt is the tenant's salt."""
     name = json.dumps([key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id])
     return ObjectName(key.cache_salt.encode("utf-8", "surrogatepass"), name.encode())
 
 
 def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:
-    """Return the namespace of this LMCache version; object names distinguish its models."""
+    """Return the namespace of this LMCache version. All models share it; the object names contain the model."""
     return NamespaceDescriptor(
         model_fingerprint=hashlib.sha256(settings.weights.encode()).digest(),
         architecture="LMCache objects",
@@ -195,7 +196,7 @@ def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:
 
 
 def _kind(key: ObjectKey) -> tuple[str, int, int]:
-    """Return the kind of an object; all objects of a kind have one size."""
+    """Return the kind of an object. All objects of a kind have the same size."""
     return key.model_name, key.kv_rank, key.object_group_id
 
 

@@ -1,7 +1,8 @@
 """LMCache's L2 objects in the daemon: opaque bytes, locked by leases.
 
-LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes. An object is a chunk
-of one layer and one head. It has ``TOKEN_BYTES`` per token, and the number of tokens that the object needs.
+LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes. The daemon sees an
+object as a chunk with one layer, one head and ``TOKEN_BYTES`` per token. The chunk has as many tokens as the object's
+size needs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from kvsidecar.kv_transfer.session import CompletedLoad, Session
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32 << 10
-GEOMETRY = Geometry(1, 1, TOKEN_BYTES // 4, DATA_TYPE_BFLOAT16, 16)  # keys and values of 2 bytes
+# Half of a token's bytes are keys, and half are values. Each key or value has 2 bytes.
+GEOMETRY = Geometry(1, 1, TOKEN_BYTES // 4, DATA_TYPE_BFLOAT16, 16)
 _DELETE_SECONDS = 60.0
 T = TypeVar("T")
 
@@ -47,15 +49,15 @@ class ObjectName:
 
 @dataclass(eq=False)
 class _ObjectLease:
-    """The lease of one lookup, its objects that are still locked, and the objects loaded under it."""
+    """The lease of one lookup, its objects that are still locked, and the chunks that were loaded under it."""
 
     held: LeasedPages
     pages: dict[ObjectName, pb.ChunkMatch] = field(default_factory=dict)
-    seconds: float = 0.0  # duration of the lookup and of the copies
-    loaded: dict[bytes, pb.ChunkMatch] = field(default_factory=dict)  # by hash, so an object loaded twice counts once
+    seconds: float = 0.0  # duration of the lookup and the copies
+    loaded: dict[bytes, pb.ChunkMatch] = field(default_factory=dict)  # by hash: an object counts once
 
     def completed(self) -> CompletedLoad | None:
-        """Return the load for the daemon's metrics; its tokens are units of ``TOKEN_BYTES``."""
+        """Return the load for the daemon's metrics, or None without one. A token stands for ``TOKEN_BYTES`` bytes."""
         if not self.loaded:
             return None
         chunks = self.loaded.values()
@@ -65,7 +67,7 @@ class _ObjectLease:
 class L2ObjectStore:
     """Stores, locks and loads objects. Thread-safe.
 
-    Never raises for a daemon that is unavailable, hangs or misbehaves.
+    If the daemon is unavailable, hangs or misbehaves, the methods do not raise: objects then count as missing.
     """
 
     def __init__(self, connection: DaemonConnection, timeout: float) -> None:
@@ -81,7 +83,7 @@ class L2ObjectStore:
         self._connection.close()
 
     def store(self, names: Sequence[ObjectName], objects: Sequence[memoryview]) -> WriteResult:
-        """Store objects; skip objects that exceed the maximum chunk size."""
+        """Store objects; skips those that exceed the maximum chunk size."""
         there, fresh = [False] * len(names), [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -101,9 +103,10 @@ class L2ObjectStore:
         return WriteResult(tuple(there), tuple(fresh))
 
     def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Lock stored objects of these sizes (bytes); return for each whether it was found.
+        """Lock the stored objects among these names; return for each name whether it was found.
 
-        Locks are counted: an object stays locked until each lock was followed by an unlock.
+        ``sizes`` are the objects' sizes in bytes. An object that was locked several times stays locked until it is
+        unlocked as many times.
         """
         done = [False] * len(names)
 
@@ -126,7 +129,7 @@ class L2ObjectStore:
         return done
 
     def unlock(self, names: Sequence[ObjectName]) -> None:
-        """Unlock objects; ignore objects that are not locked."""
+        """Unlock objects; ignores objects that are not locked."""
         for name in names:
             with self._lock:
                 leases = self._locks.get(name)
@@ -141,9 +144,9 @@ class L2ObjectStore:
                 self._pages.release(lease.held, lease.completed())
 
     def load(self, names: Sequence[ObjectName], targets: Sequence[memoryview]) -> list[bool]:
-        """Copy objects into buffers of their sizes; return for each whether it was filled.
+        """Copy objects into buffers of exactly their sizes; return for each buffer whether it was filled.
 
-        The contents of the other buffers are undefined.
+        The contents of an unfilled buffer are undefined.
         """
         done = [False] * len(names)
 
@@ -177,9 +180,9 @@ class L2ObjectStore:
         return done
 
     def delete(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Delete objects of these sizes; return for each whether it existed.
+        """Delete objects; return for each object whether it existed. ``sizes`` are the objects' sizes in bytes.
 
-        The daemon frees locked objects after their locks end.
+        The daemon frees a locked object only after its last lock ends.
         """
         done = [False] * len(names)
 
@@ -198,7 +201,7 @@ class L2ObjectStore:
                     failed = from_rpc(error)
                     if isinstance(failed, ChunkNotFound):
                         continue  # another client deleted it first
-                    if not isinstance(failed, StoreUnavailable):  # else deleted, but not yet from the disk
+                    if not isinstance(failed, StoreUnavailable):  # deleted, but not from disk yet
                         raise
                 done[these[at]] = True
 
@@ -206,7 +209,7 @@ class L2ObjectStore:
         return done
 
     def _copied(self, held: LeasedPages, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
-        """Copy the objects that have their target's size; return their indices."""
+        """Copy the objects whose size equals the size of their target; return the indices of these objects."""
         good = []
         for i, match in matches.items():
             header_of(match, GEOMETRY)
@@ -219,7 +222,7 @@ class L2ObjectStore:
         return good
 
     def _locked(self, session: Session, name: ObjectName) -> tuple[_ObjectLease, pb.ChunkMatch] | None:
-        """Return an object that is locked in this session, and its lease."""
+        """Return the lease and the chunk of an object that is locked in this session; None if it is not locked."""
         with self._lock:
             for lease in self._locks.get(name, ()):
                 if lease.held.found.session is session:
@@ -235,7 +238,7 @@ class L2ObjectStore:
     def _by_tenant(
         self, what: str, names: Sequence[ObjectName], work: Callable[[Session, bytes, list[int]], Any]
     ) -> None:
-        """Run ``work`` for each tenant's objects; a failed call is logged and counts as misses."""
+        """Run ``work`` once for each tenant. A failed call is logged, and its objects count as missing."""
         of: dict[bytes, list[int]] = defaultdict(list)
         for i, name in enumerate(names):
             of[name.salt].append(i)
@@ -250,7 +253,7 @@ class L2ObjectStore:
 
 
 def tokens_of(size_bytes: int) -> int:
-    """Return the number of tokens of an object, including the tokens of its name."""
+    """Return the number of tokens in an object's chunk, which must be enough for the object's name, too."""
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
 
 
@@ -259,5 +262,5 @@ def _page(name: ObjectName, size_bytes: int) -> NamedPage:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy into the first bytes of the target; NumPy releases the GIL."""
+    """Copy into the first bytes of the target with NumPy, which releases the GIL."""
     np.frombuffer(target, np.uint8)[: len(source)] = np.frombuffer(source, np.uint8)

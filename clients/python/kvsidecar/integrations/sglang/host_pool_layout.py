@@ -1,6 +1,6 @@
 """KV layouts of SGLang's host pools, by name.
 
-Each layout follows SGLang's code; an unknown layout is refused.
+Each layout describes what SGLang's own code does. An unknown layout is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from kvsidecar.kv_transfer.named_pages import NAME_TOKENS
 
 log = logging.getLogger(__name__)
 
-# The pool with keys and values of all layers. Other pools hold latents, states, or quantized pages with scales.
+# The class of the supported pool, which contains the keys and values of all layers. Other pools contain latents,
+# states, or quantized pages with scales.
 _POOL = "MHATokenToKVPoolHost"
 
-# Keys or values of one layer as [pages, tokens, heads, channels], from the tensor of all layers (``init_kv_buffer`` of
-# ``sglang/srt/mem_cache/pool_host/mha.py``) and the tokens of a page.
+# Functions by the name of the layout. Each returns the keys or values of one layer as [pages, tokens, heads, channels].
+# Its arguments are the tensor with the keys or values of all layers (``init_kv_buffer`` of
+# ``sglang/srt/mem_cache/pool_host/mha.py``), the layer, and the number of tokens per page.
 LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "layer_first": lambda half, layer, tokens: half[layer].view(-1, tokens, *half.shape[2:]),
     "page_first": lambda half, layer, tokens: half.view(-1, tokens, *half.shape[1:])[:, :, layer],
@@ -32,9 +34,9 @@ LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
-    """Return the layout of a ``HostKVCache``, after a self-test while the pool is empty.
+    """Return the layout of a ``HostKVCache``; if the pool is empty, a self-test checks the layout first.
 
-    Raises ConfigurationError for an unknown pool or layout, and for a layout that fails the self-test.
+    Raises ConfigurationError for an unknown pool, an unknown layout, or a failed self-test.
     """
     if type(pool).__name__ != _POOL:
         raise ConfigurationError(
@@ -64,13 +66,13 @@ def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
     cache = PagedKVCache(f"SGLang's {pool.layout}", geometry, tokens, layers)
     if pool.available_size() == pool.logical_size:
         check_layout(cache, lambda layer, keys, values, slots: _write(pool, layer, keys, values, slots))
-    else:  # the storage was attached while SGLang ran
+    else:  # SGLang was already running when the storage was attached
         log.info("the host pool is in use, so its layout %s was not checked", pool.layout)
     return cache
 
 
 def _write(pool: Any, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write a layer through the same views as SGLang's own copies."""
+    """Write to a layer through the views that SGLang uses for its own copies."""
     for refs, rows in ((pool.k_data_refs, keys), (pool.v_data_refs, values)):
         view = refs[layer]
         if view.ndim == 4:  # pages and tokens are separate dimensions

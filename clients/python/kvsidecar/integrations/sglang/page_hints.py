@@ -1,4 +1,4 @@
-"""Cache hints of SGLang's calls: its KV hint envelope, for a batch of pages."""
+"""Cache hints of SGLang's storage calls, from the KV hint envelope of a batch of pages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ log = logging.getLogger(__name__)
 
 
 class PageHints:
-    """Reads the envelopes of calls; counts their actions in ``num_applied`` and ``num_ignored``."""
+    """Reads the KV hint envelopes of calls; ``num_applied`` and ``num_ignored`` count their actions."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self.num_applied = self.num_ignored = 0
 
     def of_call(self, extra_info: Any) -> CacheHints:
-        """Return the hints for a call's pages, which follow the pages of its ``prefix_keys``.
+        """Return the hints for a call's pages, which come after the pages of its ``prefix_keys`` in the prompt.
 
-        All pages of the call are retained as long as the first page, since a batch is short and a retention is a
-        minimum.
+        All pages get the retention of the first page. This is precise enough, because a batch is short and a retention
+        is a minimum.
         """
         more = getattr(extra_info, "extra_info", None)
         envelope = more.get("kv_hints") if isinstance(more, dict) else None

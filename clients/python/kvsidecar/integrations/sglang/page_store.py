@@ -1,4 +1,4 @@
-"""Copies pages between SGLang's host memory and the daemon; tolerates a failing daemon."""
+"""Copies pages between SGLang's host memory and the daemon; a failing daemon raises no error."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 class PageStore:
     """Stores pages under SGLang's names.
 
-    A name is a hash of all tokens up to the page's end. SGLang loads on one thread and stores on another; each thread
-    has its own copier. Never raises for a daemon that is unavailable, hangs or misbehaves: SGLang computes missing
-    pages.
+    A page's name is a hash of all tokens up to the end of the page. SGLang loads on one thread and stores on another,
+    so loads and stores have separate copiers. If the daemon is unavailable, hangs or misbehaves, the methods (except
+    ``clear``) do not raise: pages count as missing, and SGLang computes them.
     """
 
     def __init__(self, cache: PagedKVCache, connection: DaemonConnection, timeout: float) -> None:
@@ -43,7 +43,7 @@ class PageStore:
         self._connection.close()
 
     def exists(self, names: Sequence[str], hints: CacheHints = NO_HINTS) -> int:
-        """Return the number of leading pages that are stored."""
+        """Return the number of stored pages before the first missing one."""
         held = self._find(names, hints)
         if held is None:
             return 0
@@ -53,7 +53,7 @@ class PageStore:
     def load(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:
         """Copy pages to ``slots [names * page tokens]``; return for each page whether it was copied.
 
-        The contents of the slots of other pages are undefined.
+        The contents of the slots of a missing page are undefined.
         """
         done, began, load = [False] * len(names), time.perf_counter(), None
         held = self._find(names, hints)
@@ -80,7 +80,7 @@ class PageStore:
         return done
 
     def store(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:
-        """Store the pages at ``slots [names * page tokens]``; return for each page whether it is stored."""
+        """Store the pages at ``slots [names * page tokens]``; return for each page whether it is stored now."""
         session, tokens = self._connection.session, self._cache.block_tokens
         if session is None:
             return [False] * len(names)
@@ -98,7 +98,7 @@ class PageStore:
             return [False] * len(names)
 
     def clear(self) -> None:
-        """Delete all pages of this model and rank, including pages of other engines.
+        """Delete all pages of this model and rank, including the pages that other engines have stored.
 
         Raises ConnectionError when the daemon is unavailable.
         """

@@ -32,25 +32,25 @@ _ATTACH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StorageSettings(engine_options.DaemonOptions):
-    """Settings of the storage backend, in addition to the daemon's address."""
+    """Settings of the storage, in addition to the daemon's address."""
 
     bits: int = 16
-    """Storage bits of keys and values."""
+    """Bits per stored key or value: 16, 8 or 4."""
     timeout_ms: int = 500
     """Timeout of a call that transfers no payload."""
     model: str = ""
-    """The model's folder or repository, if the served name is neither."""
+    """The model's folder or repository; needed if the served model name is neither."""
     numerics: str = ""
-    """Any text for settings that no file of the model records, such as ``--quantization``. Engines share chunks only if
-    this text is the same."""
+    """Any text that describes settings outside of the model's files, such as ``--quantization``. Only engines with the
+    same text share chunks."""
     share_across_machines: bool = False
-    """Share chunks with engines of other machines and versions, whose bits may differ."""
+    """Share chunks with engines on other machines and of other versions, whose keys and values may differ in bits."""
 
 
 class KVSidecarStorage(HiCacheStorage):
-    """SGLang's storage backend on the daemon; see ``docs/engines.md``.
+    """SGLang storage backend that stores pages in the daemon; see ``docs/engines.md``.
 
-    Raises ConfigurationError at startup for unsupported configurations.
+    The constructor and ``register_mem_pool_host`` raise ConfigurationError for unsupported configurations.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, arguments: Any = None) -> None:
@@ -99,7 +99,7 @@ class KVSidecarStorage(HiCacheStorage):
     def clear(self) -> None:
         self._registered_store.clear()
 
-    # ---- the older interface with copies, which "interface_v1" replaces ---------------------------------------
+    # ---- SGLang's older interface, whose calls copy pages; "interface_v1" replaces it -------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         raise NotImplementedError(_V1)
@@ -122,9 +122,9 @@ class KVSidecarStorage(HiCacheStorage):
         return self._store
 
     def _slots(self, keys: list[str], host_indices: torch.Tensor) -> Integers:
-        """Return the tokens' slots in the host pool.
+        """Return the slots in the host pool, one for each token of each page.
 
-        Raises ValueError unless there is one slot per token of each page.
+        Raises ValueError if SGLang passed another number of slots.
         """
         expected = len(keys) * self.mem_pool_host.page_size
         if len(host_indices) != expected:
@@ -141,7 +141,7 @@ def descriptor(
 ) -> NamespaceDescriptor:
     """Return the namespace of one tensor-parallel rank.
 
-    ``numerics`` are the machine's ``torch_numerics``; ``config.json`` is part of the fingerprint.
+    ``numerics`` is the result of ``torch_numerics``. The model's fingerprint covers its ``config.json``, too.
     """
     versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"
     return NamespaceDescriptor(
@@ -160,7 +160,7 @@ def descriptor(
 
 
 def _check(config: Any, given: dict[str, Any]) -> None:
-    """Raise ConfigurationError for unsupported settings, by name."""
+    """Raise ConfigurationError, which names the setting, for an unsupported setting."""
     if not given.get("interface_v1"):
         raise ConfigurationError(_V1)
     if config.is_mla_model:

@@ -1,9 +1,9 @@
 """KV cache layouts of vLLM's attention backends, by name.
 
-Each layout follows the backend's own code; an unknown backend is refused. vLLM's per-layer tensor has the shape
-``[blocks, kv_heads, block_tokens, 2 * head_dim]``, with strides from ``vllm.v1.kv_cache_layout``, but a backend may use
-that memory in any way. The CPU backend stores a head's part of a block as a matrix of keys followed by a matrix of
-values. The order of their elements depends on the instruction set.
+Each layout describes what the backend's own code does. An unknown backend is refused. vLLM's tensor of a layer has the
+shape ``[blocks, kv_heads, block_tokens, 2 * head_dim]``; ``vllm.v1.kv_cache_layout`` chooses its strides. A backend may
+use this memory in any way. The CPU backend stores each head of a block as a matrix of keys, then a matrix of values.
+The order of the elements depends on the instruction set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LINE_WORDS = 16  # a row of an AMX tile: 16 words of two elements
 
 
 def _packed_channels(tensor: Tensor) -> LayerKVLayout:
-    """Layout with a token's key channels followed by its value channels."""
+    """Layout in which a token's key channels come first and its value channels follow."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head, token, channel) = both // 2, tensor.stride()
 
@@ -31,7 +31,7 @@ def _packed_channels(tensor: Tensor) -> LayerKVLayout:
 
 
 def _cpu_vec(tensor: Tensor) -> LayerKVLayout:
-    """``cpu_attn_vec.hpp``, ``cpu_attn_vec16.hpp``: keys ``[channels, tokens]``, values ``[tokens, channels]``."""
+    """Layout of ``cpu_attn_vec*.hpp``: keys are ``[channels, tokens]``, values are ``[tokens, channels]``."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head) = both // 2, _dense(tensor)
     keys = KVLayout(tensor, 0, blocks, block, ((tokens, 1),), ((heads, head),), ((dim, tokens),))
@@ -40,7 +40,7 @@ def _cpu_vec(tensor: Tensor) -> LayerKVLayout:
 
 
 def _cpu_amx(tensor: Tensor) -> LayerKVLayout:
-    """``cpu_attn_amx.hpp``: tiles of pairs, of channels for keys and of tokens for values."""
+    """Layout of ``cpu_attn_amx.hpp``: AMX tiles of pairs; a pair has two channels of keys or two tokens of values."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head) = both // 2, _dense(tensor)
     line = 2 * _LINE_WORDS
@@ -52,7 +52,7 @@ def _cpu_amx(tensor: Tensor) -> LayerKVLayout:
 
 
 def _dense(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of blocks and heads; a head's part of a block must be contiguous."""
+    """Return the strides of blocks and heads. Raises ConfigurationError if the tensor splits a head within a block."""
     block, head, token, channel = tensor.stride()
     if (token, channel) != (tensor.shape[3], 1):
         raise ConfigurationError(f"a head's part of a block has strides {(token, channel)}; it must be one piece")

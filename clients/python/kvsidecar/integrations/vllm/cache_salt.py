@@ -9,14 +9,14 @@ from typing import Any
 
 from kvsidecar.keys import MAX_SALT_BYTES
 
-# UTF-8 text never contains the first byte, so no client can choose a cache_salt that equals an adapter's salt.
+# UTF-8 text never contains the byte 0xff, so no client can choose a cache_salt that equals one of these salts.
 _ADAPTER = b"\xffkvsidecar/lora/1"
 _LONG = b"\xffkvsidecar/salt/1"
 _SINCE = b"\xffkvsidecar/since/1"
 
 
 _Stamps = tuple[tuple[Path, int, int], ...]
-"""Files with their modification times in nanoseconds and their sizes in bytes."""
+"""A triple for each file: its path, modification time in nanoseconds, and size in bytes."""
 
 
 class UnknownAdapter(Exception):
@@ -24,9 +24,10 @@ class UnknownAdapter(Exception):
 
 
 class AdapterDigests:
-    """Digests of the LoRA adapters of one engine.
+    """Digests of one engine's LoRA adapters.
 
-    vLLM loads an adapter once for each ``lora_int_id`` and keeps these weights, even if the files change.
+    vLLM loads an adapter once for each ``lora_int_id`` and keeps its weights in memory even if the files change. So an
+    adapter whose files have changed can no longer be identified.
     """
 
     def __init__(self) -> None:
@@ -58,9 +59,10 @@ def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
 
 
 def generation_salt(generation: bytes, salt: bytes) -> bytes:
-    """Return the salt for chunks computed in a weights generation.
+    """Return the salt for chunks that were computed with a generation of the weights.
 
-    The empty generation, in which the engine starts, leaves the salt unchanged.
+    The engine starts with the empty generation, which leaves the salt unchanged. A new generation begins when vLLM
+    changes its weights in place.
     """
     return _SINCE + hashlib.sha256(generation + salt).digest() if generation else salt
 
@@ -68,8 +70,8 @@ def generation_salt(generation: bytes, salt: bytes) -> bytes:
 def cacheable_tokens(request: Any) -> int:
     """Return the number of leading tokens that may be cached.
 
-    Only tokens whose keys and values depend on token ids alone may be cached: the tokens before the first image or
-    sound, and no tokens of a prompt that consists of embeddings.
+    The keys and values of a cached token must depend only on token ids. These are the tokens before the first image or
+    sound. If the prompt consists of embeddings, there are none.
     """
     if request.prompt_embeds is not None:
         return 0
@@ -84,7 +86,7 @@ def _stamps(folder: Path) -> _Stamps:
 
 @lru_cache(maxsize=256)
 def _contents(stamps: _Stamps) -> bytes:
-    """Return SHA-256 over files; cached until a file changes."""
+    """Return the SHA-256 of files. The result is cached until a file changes."""
     digest = hashlib.sha256()
     for file, _, size in stamps:
         digest.update(file.name.encode() + b"\0" + size.to_bytes(8, "little"))

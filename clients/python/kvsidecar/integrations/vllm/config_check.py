@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvsidecar.errors import ConfigurationError
 
-# These methods propose draft tokens from the text itself. Other methods have a draft model with its own KV cache.
+# Methods that propose draft tokens from the text itself. Other methods have a draft model with its own KV cache.
 _PROPOSERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 
 

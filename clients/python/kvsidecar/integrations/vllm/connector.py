@@ -1,8 +1,8 @@
 """The KV connector class that vLLM loads.
 
-It dispatches to the scheduler or worker connector, and imports these two lazily. Reason: vLLM imports this module
-during configuration, and vLLM 0.32 cannot start its CPU kernels in a process that has already imported llvmlite, which
-our kernels import.
+The class forwards vLLM's calls to the scheduler connector or the worker connector. It imports these two only when they
+are needed. The reason: vLLM imports this module during configuration, our kernels import llvmlite, and vLLM 0.32 cannot
+start its CPU kernels in a process that has already imported llvmlite.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """A step's jobs, in the class that vLLM passes to workers."""
+    """A step's jobs, wrapped in the class that vLLM passes from the scheduler to workers."""
 
     step: StepJobs
 
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A worker's handshake, in the class that vLLM passes to the scheduler."""
+    """A worker's handshake, wrapped in the class that vLLM passes from workers to the scheduler."""
 
     handshake: WorkerHandshake
 
@@ -45,7 +45,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 class KVSidecarConnector(KVConnectorBase_V1):
     """KVSidecar's connector for vLLM; see ``docs/engines.md``.
 
-    Raises ConfigurationError at startup for unsupported configurations.
+    The constructor and ``register_kv_caches`` raise ConfigurationError for unsupported configurations.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -55,7 +55,8 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         check_config(vllm_config, kv_cache_config)
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        # A failed load must not fail a request. The scheduler reads this setting after it has created the connector.
+        # A failed load must not fail the request. This change takes effect, because the scheduler reads the setting
+        # only after it has created the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -73,7 +74,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # blocks that were not stored are computed again
+        return False  # a block that is not stored costs only its recompute
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
@@ -101,10 +102,10 @@ class KVSidecarConnector(KVConnectorBase_V1):
             self._worker.start_load_kv(self._bound)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: vLLM schedules a request only after its asynchronous load."""
+        """Do nothing: loads are asynchronous, and vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: complete blocks are stored after a step has computed all layers."""
+        """Do nothing: ``wait_for_save`` stores complete blocks after the step has computed all layers."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

@@ -18,15 +18,15 @@ class ConnectorSettings(engine_options.DaemonOptions):
     """Settings of the connector, in addition to the daemon's address."""
 
     bits: int = 16
-    """Storage bits of keys and values."""
+    """Bits per stored key or value: 16, 8 or 4."""
     chunk_tokens: int = 128
-    """Minimum length of a chunk."""
+    """Minimum length of a chunk, in tokens."""
     timeout_ms: int = 500
     """Timeout of a call that transfers no payload."""
     min_load_tokens: int = 64
-    """Shorter matches are computed instead of loaded."""
+    """Minimum length of a load, in tokens. The engine computes the tokens of a shorter match."""
     share_across_machines: bool = False
-    """Share chunks with engines of other machines and versions, whose bits may differ."""
+    """Share chunks with engines on other machines and of other versions, whose keys and values may differ in bits."""
 
     @property
     def timeout(self) -> float:
@@ -36,7 +36,7 @@ class ConnectorSettings(engine_options.DaemonOptions):
 def read_settings(given: Mapping[str, Any]) -> ConnectorSettings:
     """Parse the extra config. Raises ConfigurationError for an unknown name or a value out of range.
 
-    ``least_tokens`` is the former name of ``min_load_tokens``; the next version will refuse it.
+    ``least_tokens`` is the previous name of ``min_load_tokens``; this version still accepts it.
     """
     if _OLD_MIN_LOAD_TOKENS in given and "min_load_tokens" not in given:
         log.warning("least_tokens is now called min_load_tokens; the old name goes with the next version")

@@ -17,14 +17,15 @@ from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
 from kvsidecar.integrations.weights_dir import weights_dir_of
 from kvsidecar.models import weights_fingerprint
 
-# The configuration's origin and the version that wrote it, which do not affect the computed values.
+# Fields of the model's configuration that do not affect the fingerprint. Path and version do not change the computed
+# values, and the descriptor has the dtype in another field.
 _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
 def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numerics: str) -> NamespaceDescriptor:
     """Return the namespace of one tensor-parallel rank.
 
-    ``config`` is the ``VllmConfig``, ``numerics`` the machine's ``torch_numerics``. Raises ConfigurationError.
+    ``config`` is the ``VllmConfig``; ``numerics`` is the result of ``torch_numerics``. Raises ConfigurationError.
     """
     model = config.model_config
     return NamespaceDescriptor(
@@ -45,17 +46,17 @@ def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numeric
 
 
 def _producer(backend: str, weights: str, numerics: str) -> str:
-    if numerics == SHARED:  # versions and kernels then do not matter, only the model
+    if numerics == SHARED:  # engines then share chunks whatever their versions and kernels
         return f"vllm {weights} {SHARED}"
     return f"vllm/{vllm.__version__} torch/{torch.__version__} {backend} {weights} {numerics}"
 
 
 def _fingerprint(config: Any) -> bytes:
-    """Return a hash over samples of all weights and the engine's model configuration."""
+    """Return a hash of the model configuration and of samples from all weights."""
     model, load = config.model_config, config.load_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IGNORED}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    if load.load_format == "dummy":  # random weights, which are the same in every vLLM process
+    if load.load_format == "dummy":  # vLLM's dummy weights are random, but equal in every process
         digest.update(b"dummy")
     else:
         digest.update(weights_fingerprint.of_directory(weights_dir_of(model.model, load.download_dir, model.revision)))

@@ -1,4 +1,4 @@
-"""Pending lookup of a prompt: a thread runs it while the scheduler continues."""
+"""Pending lookup of a prompt, which a thread runs while the scheduler continues."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PendingLookup:
     """An asynchronous lookup of one prompt for all ranks."""
 
     answer: Future[tuple[PrefixMatch, ...] | None]
-    answered_at: float = math.inf  # by the monotonic clock
+    answered_at: float = math.inf  # monotonic time; infinite while the lookup runs
 
     def __post_init__(self) -> None:
         self.answer.add_done_callback(self._on_answer)
 
     @property
     def found(self) -> tuple[PrefixMatch, ...] | None:
-        """Result of a completed lookup; None when it failed or was cancelled."""
+        """One match per rank from a completed lookup; None if the lookup failed or was cancelled."""
         return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
 
     def _on_answer(self, answer: Future[tuple[PrefixMatch, ...] | None]) -> None:

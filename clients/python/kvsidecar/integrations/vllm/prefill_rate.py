@@ -1,18 +1,18 @@
 """Running mean of the prefill time per token.
 
-The scheduler measures it, so it includes the time for other requests in the same batches.
+The scheduler measures the time, so it includes the other requests in the same batches.
 """
 
 from __future__ import annotations
 
 _WEIGHT = 0.1
-# For fewer tokens, the time is mostly the fixed cost of a step.
+# For fewer tokens, the measured time is mostly the fixed cost of a step, so it says little about the cost per token.
 _MIN_TOKENS = 32
 _MAX_SECONDS = 60.0
 
 
 class PrefillRate:
-    """Running mean of the prefill time. Any thread may read it."""
+    """Running mean of the prefill time per token, in seconds. Any thread may read it."""
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0

@@ -13,8 +13,8 @@ _LONG = ("longrope", "su")
 def rope_parameters(text: Mapping[str, Any], max_model_len: int) -> str:
     """Return a text model's RoPE parameters as JSON; empty for a model without RoPE.
 
-    For LongRoPE it includes ``max_model_len``, because vLLM chooses the long or the short factors for all requests by
-    that setting.
+    For LongRoPE, the result includes ``max_model_len``, because vLLM uses it to choose the long or the short factors
+    for all requests.
     """
     rope: dict[str, Any] = {name: text[name] for name in _SETTINGS if text.get(name)}
     if not rope:

@@ -35,15 +35,15 @@ from kvsidecar.kv_transfer.session import Session
 
 log = logging.getLogger("vllm.kvsidecar")
 
-# All lookups of a step together may block the scheduler for this long. Lookups of chunks in the arena take less time; a
-# lookup that has to read from disk completes in a later step.
+# All lookups of a step together may block the scheduler for this long. A lookup in the arena needs less time. If a
+# lookup has to read from disk, the scheduler gets its result in a later step.
 _MAX_LOOKUP_SECONDS = 0.003
 # A request that gets no blocks releases its leases after this time, and looks up again later.
 _MAX_LEASE_SECONDS, _SWEEP_SECONDS = 5.0, 1.0
 _THREADS = 4
-# Finished requests may retain this share of all blocks until they are stored; running requests need the other blocks.
+# Finished requests whose blocks are still being stored may keep this share of all blocks from the running requests.
 _MAX_RETAINED_SHARE = 1 / 4
-# Finish states after which the computed blocks are valid.
+# Names of the final request states after which the computed blocks are valid.
 _VALID_FINISHES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
 
 
@@ -57,16 +57,16 @@ class _RankLookup:
 
 @dataclass
 class _TrackedRequest:
-    """A request's state. ``salt`` is None when the request is not cached."""
+    """The connector's state of a request. ``salt`` is None if the request is not cached."""
 
     request: Any
     salt: bytes | None
     hints: CacheHints = NO_HINTS
     lookup: PendingLookup | None = None
-    local_tokens: int = 0  # computed tokens that vLLM had at the lookup
-    num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
-    loaded: bool = False  # a load ended or failed; no new try before a preemption
-    known: tuple[tuple[int, bytes], ...] = ()  # (tokens, prefix hash) of the stored prefix, by rank
+    local_tokens: int = 0  # tokens that vLLM's own cache had at the lookup
+    num_loading_tokens: int = 0  # end of the running load in tokens; 0 if no load runs
+    loaded: bool = False  # no load again before a preemption
+    known: tuple[tuple[int, bytes], ...] = ()  # for each rank, length and hash of the stored prefix
     prompt_queued: bool = False
     num_queued_tokens: int = 0  # tokens in store jobs
     began_at: float = 0.0
@@ -75,7 +75,7 @@ class _TrackedRequest:
 
 
 class SchedulerConnector:
-    """Scheduler-side connector; blocks the scheduler's loop for a few milliseconds at most."""
+    """Scheduler-side connector. It blocks the scheduler's loop for at most a few milliseconds per step."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class SchedulerConnector:
     ) -> None:
         """Create the connector for an engine with ``blocks`` blocks of ``block_tokens``.
 
-        A pure producer does not load (``loads=False``), a pure consumer does not store (``stores=False``). ``shares``
-        says that the engine has prefix caching, so that a request can use blocks that were loaded for another request.
+        A pure producer does not load (``loads=False``); a pure consumer does not store (``stores=False``). ``shares``
+        says that the engine has prefix caching: requests can then share blocks that were loaded for one of them.
         """
         self._settings, self._block = settings, block_tokens
         self._loads, self._stores, self._shares = loads, stores, shares
@@ -107,7 +107,7 @@ class SchedulerConnector:
         self._reported_attached: bool | None = None
 
     def take_stats(self) -> dict[str, float]:
-        """Return and reset the lookup counts; includes whether all ranks have a session, if that changed."""
+        """Return and reset the lookup counts. ``attached`` is 1 if all ranks have a session; left out if unchanged."""
         stats, attached = self.stats.take(), all(session is not None for session in self._sessions())
         if self._ranks and attached is not self._reported_attached:
             self._reported_attached = attached
@@ -126,9 +126,9 @@ class SchedulerConnector:
             )
 
     def reset_cache(self) -> None:
-        """Stop using stored chunks: vLLM calls this after its weights were changed in place.
+        """Stop using stored chunks, because vLLM has changed its weights in place.
 
-        From then on this process stores under a random salt, since the new weights have no known identity.
+        The new weights have no known identity, so this process stores later chunks under a random salt.
         """
         self._generation = os.urandom(16)
         for tracked in self._requests.values():
@@ -153,14 +153,14 @@ class SchedulerConnector:
                     self._warned_adapters.add(str(error))
                     log.warning("%s; its requests are not cached", error)
                 salt = None
-            given = read_kv_hints(getattr(request, "kv_hints", None))  # requests of vLLM before 0.33 have none
+            given = read_kv_hints(getattr(request, "kv_hints", None))  # engines before vLLM 0.33 have none
             self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
             hints = CacheHints.of_kv_hints(given)
             found = self._requests[request.request_id] = _TrackedRequest(request, salt, hints)
         return found
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of loadable tokens after ``local_tokens``; None while the lookup runs."""
+        """Return the number of loadable tokens after ``local_tokens`` (None: ask again), and if the load is async."""
         tracked = self.tracked_request(request)
         tracked.local_tokens = local_tokens
         if tracked.loaded or tracked.num_loading_tokens:
@@ -189,10 +189,9 @@ class SchedulerConnector:
         return (None, False) if self._is_being_loaded(tracked, tokens) else (tokens, True)
 
     def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
-        """Return whether another request already loads most of these tokens.
+        """Return whether another request already loads at least half of these tokens.
 
-        If another request loads at least half of them, this request waits. vLLM then loads the blocks once instead of
-        twice, and calls again.
+        This request then waits until that load has ended, so that vLLM loads the blocks only once.
         """
         ids, half = tracked.request.all_token_ids, tracked.local_tokens + (tokens + 1) // 2
         return self._shares and any(
@@ -203,7 +202,7 @@ class SchedulerConnector:
         )
 
     def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
-        """Start a lookup for all ranks on a thread; None when nothing can be stored."""
+        """Start a lookup for all ranks on a thread. Return None if the daemon cannot have a chunk of the prompt."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
         if salt is None or most < self._block or not self._ranks or not self._loads:
@@ -213,7 +212,7 @@ class SchedulerConnector:
             if session is None:
                 self.stats.count_lookup("detached")
                 return None
-            # The index summary does not cover the remote tier, where other nodes store.
+            # With a remote tier, the daemon must be asked: its index summary does not cover chunks from other nodes.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
             ):
@@ -253,7 +252,7 @@ class SchedulerConnector:
         return tuple(found)
 
     def _release_lookup(self, tracked: _TrackedRequest) -> None:
-        """Release a lookup's leases, now or when it completes."""
+        """Forget a request's lookup; release its leases, now or when the lookup completes."""
         lookup, tracked.lookup = tracked.lookup, None
         if lookup is not None:
             lookup.answer.add_done_callback(lambda _: self._release_matches(lookup.found or ()))
@@ -263,7 +262,7 @@ class SchedulerConnector:
             rank.lookup.release(one)
 
     def _sweep(self) -> None:
-        """Release leases that were unused for long; runs once per ``_SWEEP_SECONDS``."""
+        """Release the leases of requests that got no blocks for ``_MAX_LEASE_SECONDS``."""
         now = time.monotonic()
         if now - self._swept_at < _SWEEP_SECONDS:
             return
@@ -276,9 +275,9 @@ class SchedulerConnector:
     # ---- load and store jobs --------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """Queue the load for allocated blocks.
+        """Queue the load into the blocks that vLLM has allocated.
 
-        vLLM calls again, without external tokens, after the load.
+        After the load, vLLM calls this method again with ``external_tokens`` 0.
         """
         tracked = self.tracked_request(request)
         if not external_tokens:
@@ -302,7 +301,7 @@ class SchedulerConnector:
         )
 
     def build_connector_meta(self, output: Any) -> StepJobs:
-        """Return this step's jobs for the workers."""
+        """Queue stores of complete prompts; return this step's jobs for the workers."""
         self._lookup_seconds_left = _MAX_LOOKUP_SECONDS
         self._sweep()
         for name in output.preempted_req_ids or ():
@@ -317,7 +316,7 @@ class SchedulerConnector:
                 continue
             request = tracked.request
             if tracked.prompt_queued:
-                if tracked.began_at and not tracked.timed:  # its prompt was computed in the steps before
+                if tracked.began_at and not tracked.timed:  # earlier steps computed its prompt
                     tracked.timed = True
                     computed = request.num_prompt_tokens - tracked.computed_from
                     self._prefill_rate.record(computed, time.monotonic() - tracked.began_at)
@@ -334,17 +333,17 @@ class SchedulerConnector:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
-        if tracked.num_loading_tokens:  # vLLM keeps the blocks until the load is done
+        if tracked.num_loading_tokens:  # vLLM keeps the blocks until the load has ended
             self._requests[request.request_id] = tracked
             return False
         self._release_lookup(tracked)
         if request.status.name in _VALID_FINISHES:
-            # The last token was sampled but not computed.
+            # The last token was sampled, but its keys and values were not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
             self._queue_store(tracked, computed, blocks)
         if not tracked.num_queued_tokens:
             return False
-        # A single request may exceed the share: a long prompt saves most.
+        # A single request may exceed the share, because a long prompt is the most valuable one to store.
         if self._retained_blocks and sum(self._retained_blocks.values()) + len(blocks) > self._max_retained_blocks:
             self._drop_stores(request.request_id)
             return False
@@ -353,20 +352,20 @@ class SchedulerConnector:
         return True
 
     def finished_sending(self, names: Iterable[str]) -> None:
-        """Forget finished requests whose blocks the workers no longer read."""
+        """Stop counting the blocks of finished requests that the workers no longer read."""
         for name in names:
             self._retained_blocks.pop(name, None)
 
     def _drop_stores(self, name: str) -> None:
-        """Drop a finished request's pending stores.
+        """Drop a finished request's pending stores, because vLLM needs the blocks.
 
-        Stores lag behind computation, and vLLM needs the blocks.
+        This happens when stores are slower than the engine's computation.
         """
         self._step.stores[:] = [store for store in self._step.stores if store.request != name]
         self._step.dropped.add(name)
 
     def _queue_store(self, tracked: _TrackedRequest, tokens: int, blocks: list[int]) -> None:
-        """Queue a store of the complete blocks of ``tokens`` that are neither stored nor queued."""
+        """Queue a store of the first ``tokens``, as far as complete blocks of them are neither stored nor queued."""
         request = tracked.request
         tokens = min(tokens, cacheable_tokens(request)) // self._block * self._block
         known = tracked.known or ((0, b""),) * len(self._ranks)
@@ -389,7 +388,7 @@ class SchedulerConnector:
         )
 
     def finished_recving(self, names: Iterable[str]) -> None:
-        """Record completed loads, successful or not."""
+        """Record that the loads of these requests ended, with success or failure."""
         for name in names:
             tracked = self._requests.get(name)
             if tracked is None:

@@ -1,4 +1,4 @@
-"""Messages between scheduler and worker connectors: load and store jobs, handshakes."""
+"""Messages between the scheduler connector and worker connectors: load jobs, store jobs, handshakes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 
 @dataclass(frozen=True)
 class LoadJob:
-    """A load of the chunks of ``tokens[first:]`` into vLLM's ``blocks``, in token order.
+    """A load of the chunks for ``tokens[first:]``.
 
-    ``token_seconds`` is the prefill time of a token; 0 when unknown.
+    ``blocks`` are the ids of vLLM's blocks for all ``tokens``, in token order. ``token_seconds`` is the prefill time
+    per token; 0 if unknown.
     """
 
     request: str
@@ -24,10 +25,10 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class StoreJob:
-    """A store of ``tokens``.
+    """A store of the keys and values of ``tokens``, which are in vLLM's ``blocks``.
 
-    ``known`` is the stored prefix per rank: its number of tokens and its last chunk's prefix hash. ``computed`` is the
-    number of tokens that were computed since ``began``, a time of the monotonic clock.
+    ``known`` has a pair for each rank: the number of tokens that are already stored, and the prefix hash of the last
+    stored chunk. ``computed`` is the number of tokens that the engine has computed since ``began`` (monotonic time).
     """
 
     request: str
@@ -42,11 +43,11 @@ class StoreJob:
 
 @dataclass(frozen=True)
 class StepJobs:
-    """One step's jobs for the workers.
+    """One step's jobs for the workers; the sets contain request ids.
 
-    ``ending`` are finished requests whose blocks the workers may still read; each worker reports when it no longer
-    reads them. ``preempted`` requests lose their blocks with this step. So do ``dropped`` requests, which finished
-    while too many blocks waited to be stored.
+    The requests in ``ending`` have finished, but workers may still read their blocks; each worker reports when it no
+    longer does. The requests in ``preempted`` lose their blocks with this step. The requests in ``dropped`` lose them,
+    too: they finished while too many blocks waited to be stored.
     """
 
     loads: list[LoadJob] = field(default_factory=list)

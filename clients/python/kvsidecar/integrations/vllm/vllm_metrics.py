@@ -11,7 +11,7 @@ from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, COUNTERS, LOOKU
 
 
 class ConnectorStats(KVConnectorStats):
-    """Sums over an interval as ``TransferStats`` takes them, and the last value of ``attached``."""
+    """Sums of ``TransferStats`` over an interval, and the last value of ``attached``."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -31,7 +31,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics ``vllm:kvsidecar_*`` of each engine."""
+    """Prometheus metrics ``vllm:kvsidecar_*``, with the labels of each engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

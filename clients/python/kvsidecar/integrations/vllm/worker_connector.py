@@ -1,4 +1,4 @@
-"""Worker side of the vLLM connector: copies blocks on two threads."""
+"""Worker side of the vLLM connector: one thread loads blocks, and another stores blocks."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class _ActiveStore:
 
     @contextlib.contextmanager
     def read_guard(self) -> Iterator[None]:
-        """Hold the lock while blocks are read. Raises StoreCancelled."""
+        """Guard a read of blocks: ``cancel`` waits until it ends. Raises StoreCancelled after ``cancel``."""
         with self._reading:
             if self.cancelled:
                 raise StoreCancelled
             yield
 
     def cancel(self) -> None:
-        """Stop the store; return when it no longer reads blocks."""
+        """Stop the store; return when the store no longer reads blocks."""
         with self._reading:
             self.cancelled = True
 
 
 class WorkerConnector:
-    """Loads and stores blocks for one rank.
+    """Loads and stores of one rank.
 
-    ``block_tokens`` is the block length in which the scheduler counts.
+    ``block_tokens`` is the scheduler's block length in tokens, which may differ from the length of the cache's blocks.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WorkerConnector:
         return WorkerHandshake(self._connection.descriptor.SerializeToString())
 
     def close(self) -> None:
-        """Spend a few seconds on queued stores, then disconnect."""
+        """Wait a few seconds for queued stores, cancel those that remain, and disconnect."""
         deadline = time.monotonic() + _END_SECONDS
         for jobs in self._storing.values():
             for job, future in jobs:
@@ -112,7 +112,7 @@ class WorkerConnector:
     # ---- vLLM's calls in a step -----------------------------------------------------------------------------
 
     def handle_preemptions(self, step: StepJobs) -> None:
-        """Stop reading the blocks of preempted and dropped requests; stored chunks stay."""
+        """Stop reading the blocks of preempted and dropped requests. Chunks that are already stored stay."""
         self.stats.add(dropped_stores=len(step.dropped))
         for name in step.preempted | step.dropped:
             for job, _ in self._storing.pop(name, ()):
@@ -121,8 +121,8 @@ class WorkerConnector:
     def start_load_kv(self, step: StepJobs) -> None:
         """Queue the step's loads.
 
-        On CUDA the loads wait for the engine's enqueued work, which may still read the blocks for their previous
-        request.
+        On CUDA, the loads wait for the work that the engine has enqueued: this work may still read the blocks for the
+        request that had them before.
         """
         event = self._enqueued_work() if step.loads else None
         for job in step.loads:
@@ -131,7 +131,7 @@ class WorkerConnector:
     def start_store_kv(self, step: StepJobs) -> None:
         """Queue the step's stores.
 
-        On CUDA the stores wait for the step's enqueued work.
+        On CUDA, the stores wait for the work that the engine has enqueued, which computes the blocks.
         """
         self._finished_requests |= step.ending
         if not step.stores:
@@ -142,9 +142,10 @@ class WorkerConnector:
             self._storing[order.request].append((job, self._stores.submit(self._store, job)))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks are no longer read, and the requests whose loads ended.
+        """Return two sets of request ids, as vLLM expects.
 
-        A load ends with success or failure.
+        The first has finished requests whose blocks this worker no longer reads. The second has requests whose loads
+        ended, with success or failure.
         """
         received = {name for name, future in self._loading.items() if future.done()}
         for name in received:
@@ -160,12 +161,12 @@ class WorkerConnector:
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that failed loads left unfilled, each block once."""
+        """Return the blocks that failed loads since the last call did not fill."""
         failed, self._failed = self._failed, set()
         return failed
 
     def _enqueued_work(self) -> Any:
-        """Record an event after the engine's enqueued work; None on a CPU."""
+        """Return a CUDA event after the engine's enqueued work; None on a CPU."""
         if not is_device(self._cache.device):
             return None
         device = device_of(self._cache.device)
@@ -176,7 +177,7 @@ class WorkerConnector:
     # ---- on the transfer threads ----------------------------------------------------------------------------
 
     def _load(self, job: LoadJob, event: Any) -> set[int]:
-        """Load a prefix after a CUDA event; return the blocks that could not be filled."""
+        """Load a prefix after a CUDA event; return the blocks that were not filled."""
         slots = slots_of(job.blocks, self._block)
         there, size_bytes, began = job.first, 0, time.perf_counter()
         with self._guard("loading") as session:
@@ -222,7 +223,7 @@ class WorkerConnector:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
-        """Yield the session, or None; log a failure of the block, which counts as a miss."""
+        """Yield the session, or None without one. An error in the block is logged and counts as a miss."""
         session = self._connection.session
         try:
             yield session

@@ -29,7 +29,7 @@ _ATTACH_SECONDS = 1.0
 def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors: dict[str, Tensor]) -> WorkerConnector:
     """Create a rank's worker connector.
 
-    Raises ConfigurationError when the cache's layout is unknown, or fails the self-test.
+    Raises ConfigurationError if the cache's layout is unknown, or if the self-test finds that it is wrong.
     """
     group = caches.kv_cache_groups[0]
     spec, names = group.kv_cache_spec, group.layer_names
@@ -57,7 +57,7 @@ def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors:
 
 
 def _backend(layers: dict[str, Any], names: list[str]) -> str:
-    """Return the attention backend of all layers, with the CPU kernels' instruction set."""
+    """Return the name of the layers' common attention backend; on a CPU, it includes the instruction set."""
     found = set()
     for name in names:
         backend = layers[name].get_attn_backend().get_name()
@@ -69,7 +69,7 @@ def _backend(layers: dict[str, Any], names: list[str]) -> str:
 
 
 def _write(layer: Any, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write keys and values to a layer's slots, through the engine's own code.
+    """Write keys and values to slots of a layer's cache through vLLM's own code.
 
     ``keys`` and ``values`` are ``[tokens, kv_heads, head_dim]``.
     """
