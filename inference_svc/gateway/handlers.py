@@ -21,13 +21,15 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import openai_fields
-from inference_svc.gateway.answer_handlers import AnswerHandlers, AnswerServices
+from inference_svc.gateway.answer_services import AnswerServices
 from inference_svc.gateway.anthropic_api.count_tokens import CountTokens
+from inference_svc.gateway.anthropic_api.messages_handler import MessagesHandler
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.cache_hints import ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
+from inference_svc.gateway.completion_handlers import CompletionHandlers
 from inference_svc.gateway.fleet_api import (
     PromptBody,
     WarmBody,
@@ -50,6 +52,7 @@ from inference_svc.gateway.request_runner import (
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.responses_handler import ResponsesHandler
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels, no_worker
@@ -79,12 +82,11 @@ class GatewayHandlers:
         self.count_tokens = CountTokens(self.bodies, self._parser, self._models)
         self._wait = WorkerWait(self.router, config)
         runner = RequestRunner(config, WorkerRetry(config, self.router, self.metrics, self._wait))
-        self.answers = AnswerHandlers(
-            AnswerServices(
-                self.keys, self.bodies, self._parser, self._models, runner, self._conversations, self.kept,
-                self._history,
-            )
-        )  # fmt: skip
+        services = AnswerServices(
+            self.keys, self.bodies, self._parser, self._models, runner, self._conversations, self.kept, self._history
+        )
+        self.completions = CompletionHandlers(services)
+        self.responses, self.messages = ResponsesHandler(services), MessagesHandler(services)
         self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
