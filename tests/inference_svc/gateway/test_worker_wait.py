@@ -276,7 +276,7 @@ async def test_whatever_ends_one_of_several_answers_ends_the_request(tmp_path: P
                 raise LookupError("no such thing")
                 yield pb.GenerateStreamResponse()
 
-            gateway.answers._runner._calls.stream = fails
+            gateway.completions._services.runner._calls.stream = fails
             async with asyncio.timeout(20):
                 answer = await client.post("/v1/completions", json={"prompt": ["x", "y"], "max_tokens": 3})
         assert answer.status_code == 500
