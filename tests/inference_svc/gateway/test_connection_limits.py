@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
 import pytest
 from fastapi import FastAPI, Response
 
+from benchmarks.polling import until_async
 from inference_svc.gateway import connection_limits
 from inference_svc.gateway.connection_limits import MAX_PIPELINED
 from tests.inference_svc.gateway.http_server import gateway_process, listening, refused, said_to
@@ -35,18 +35,12 @@ def answer_with(app: FastAPI, size: int) -> None:
     route.app = Response(b"x" * size)  # type: ignore[attr-defined]
 
 
-async def until(true: Callable[[], bool], seconds: float = 30) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize("said", [ASK * 12, ASK[:-2] + b"Connection: close\r\n\r\n"], ids=["kept", "closing"])
 async def test_a_client_that_never_reads_is_dropped(said: bytes) -> None:
     async with listening(send_seconds=0.3) as (port, app):
         answer_with(app, 16 << 20)
         with unread(port, said) as client:
-            await until(lambda: refused(app, "unread") == 1)
+            await until_async(lambda: refused(app, "unread") == 1)
             with suppress(ConnectionResetError):  # what was sent before, and the end
                 while await asyncio.to_thread(client.recv, 65536):
                     pass
