@@ -93,7 +93,7 @@ def test_clients_that_take_all_descriptors_do_not_take_healths() -> None:
         assert resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE) == (128, 128)
         held = [unread(port, ASK * 40) for _ in range(50)]  # more than the 32 that are for all
         try:
-            answers = [httpx.get(f"http://127.0.0.1:{port}/health", timeout=20) for _ in range(5)]
+            answers = [httpx.get(f"http://127.0.0.1:{port}/health", timeout=60) for _ in range(5)]
         finally:
             for one in held:
                 one.close()
