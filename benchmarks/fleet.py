@@ -96,7 +96,7 @@ class Fleet:
         return found
 
     def stop(self) -> None:
-        """Stop the servers with SIGSTOP, so that they hang; return when B has noticed."""
+        """Stop the servers with SIGSTOP, so that they hang. Return once daemon B reports that its remote tier fails."""
         self.server.send(signal.SIGSTOP)
         self._until(lambda: bool(self.b.cache_stats().remote_failing))
 

@@ -157,7 +157,7 @@ class Node:
                 self._check("a-daemon", deadline)
 
     def start_worker(self, i: int, wait: bool = True, **changed: Any) -> None:
-        """Start a worker. ``changed`` replaces flags of the node's workers."""
+        """Start a worker. Flags in ``changed`` replace the node's worker flags for this worker only."""
         socket = self.worker_socket(i)
         socket.unlink(missing_ok=True)
         flags = {**self._worker_flags, **changed, "socket": socket, "name": f"worker-{i}"}

@@ -1,8 +1,8 @@
 """Decode speed and time to first token of a worker, against their bounds on this card.
 
-A bound is the time of the least necessary work, at rates that are measured on this card. A decode step reads all
-weights once, and the keys and values of its sequences once. A prefill multiplies every token by every weight. A hit
-copies its chunks to the card, then reads the weights once.
+A bound is the time of the minimum work that is necessary, at the rates that were measured on this card. A decode step
+reads all weights once, and the keys and values of its sequences once. A prefill multiplies every token by every weight.
+A hit copies its chunks to the card, then reads the weights once.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@
         ChunkHeader, payload
     "E" uint64 number of chunks, uint64 XXH3-64 of everything before this field
 
-Integers are little-endian. Payloads are raw, even if the store compresses or encrypts them. An import checks lengths
-before it allocates memory for them, the hashes of tokens, and payload checksums. It also checks that every parent
-precedes its child and ends where the child begins, and that all chunks of a root, including chunks already in the
-store, have the same layout. Expired chunks are neither exported nor imported.
+Integers are little-endian. Payloads are raw, even if the store compresses or encrypts them. An import verifies the
+hashes of tokens and the checksums of payloads, and it checks every length before it allocates memory for it. It also
+checks that every parent precedes its child and ends where the child begins, and that all chunks of a root, including
+chunks already in the store, have the same layout. Expired chunks are neither exported nor imported.
 """
 
 from __future__ import annotations

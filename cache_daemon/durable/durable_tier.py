@@ -141,7 +141,10 @@ class DurableTier(Protocol):
     def load_report(self) -> LoadReport: ...
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
-        """Read several payloads at once, without the GIL. Never raises for a single job."""
+        """Read several payloads at once, without the GIL.
+
+        The failure of one job is its result (MISSING, CORRUPT or FAILED) and raises no exception.
+        """
         ...
 
     def apply(self, group: WriteGroup) -> list[PutResult]:

@@ -198,7 +198,7 @@ def expiries_of(notes: Mapping[bytes, bytes]) -> dict[bytes, int]:
 def merge_expiries(
     asked: Iterable[tuple[bytes, int]], stored: frozenset[bytes], notes: Mapping[bytes, bytes]
 ) -> dict[bytes, bytes | None]:
-    """Return the notes that change when chunks with these expiries are added.
+    """Return the changes to the expiry notes when chunks with the expiries ``asked`` are added; None deletes a note.
 
     Expiries are Unix milliseconds; 0 means never. The latest expiry wins. A chunk in ``stored`` without a note never
     expires.

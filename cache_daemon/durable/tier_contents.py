@@ -98,7 +98,7 @@ def _entry(scan: StoreScan, key: bytes, header: ChunkHeader) -> StoredEntry:
 
 
 def load_order(contents: TierContents) -> Iterator[tuple[bytes, ChunkHeader]]:
-    """Yield chunks with headers: parents first; apart from that, the chunk unused for longest first."""
+    """Yield chunks with headers, each chunk after its parent, and otherwise the least recently used chunk first."""
     children: dict[bytes, list[bytes]] = {}
     for key, header in contents.headers.items():
         if header.parent_prefix_hash != header.root:

@@ -18,7 +18,7 @@ _FIRST_BLOCK, _SECOND_BLOCK = 0x0001_5800 << 96, 0x0002_5800 << 96
 
 
 class XaesGcm:
-    """AEAD with the methods of ``AESGCM`` that the ciphers use. Any thread may use it."""
+    """AEAD with the methods ``encrypt_into`` and ``decrypt_into`` of ``AESGCM``. Any thread may use it."""
 
     def __init__(self, key: bytes) -> None:
         # One block at a time: the derivation is CMAC over a single block, so ECB is the block cipher itself.

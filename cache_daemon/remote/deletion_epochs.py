@@ -284,7 +284,7 @@ class DeletionEpochs:
         return epochs.tenant_epoch is None and record is not None and bool(record.tenant_digest)
 
     def observed_at(self, root: bytes) -> float:
-        """Return when a tenant's last deletion (without ``root``: of everything) was observed, in monotonic seconds."""
+        """Return the monotonic time at which a tenant's unapplied deletion was observed; without a record, now."""
         if not root:
             return self._all_deleted_at
         record = self._tenants.get(root)

@@ -2,8 +2,8 @@
 
 The caller sends the ends of the prompt's chunks, so the prefetcher knows their names and finds them in one round trip.
 It then decides whether loading them is faster than computing them. If so, it loads them in order, until all are loaded
-or the caller would compute the remaining chunks faster. Chunks become visible as after a commit: verified, after their
-parent, and as a whole.
+or the caller would compute the remaining chunks faster. A fetched chunk becomes visible as a committed chunk does: only
+after its payload is verified and its parent is visible, and never in part.
 
 A slot is allocated only when its payload has arrived, so a cancelled or late caller leaves no slots behind.
 """

@@ -63,7 +63,7 @@ class LeasePinLimit:
         return own if self.whole is None else min(own, self.whole._free_bytes)
 
     def check_integrity(self, uses: Counter[Chunk]) -> None:
-        """Raise AssertionError unless the usage consists of these uses."""
+        """Raise AssertionError unless the counted uses equal ``uses`` and their bytes add up."""
         assert self._uses == uses, "a caller's uses do not add up"
         assert self.size_bytes == sum(map(self._size_of, uses)), "a caller's bytes do not add up"
 

@@ -1,4 +1,4 @@
-"""Shutdown of a store: blocking work under one deadline."""
+"""Shutdown of a store: runs blocking calls on threads, with one common deadline."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Loads checkpoints with 4-bit weights of AutoAWQ or compressed-tensors.
 
-AutoAWQ's GEMM format (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978) is read directly. compressed-tensors is translated
-into AutoAWQ's parts (``compressed_tensors``). A layer keeps its 4 bits, repacked once for the CUDA or CPU kernels. A
-layer is dequantized if the kernels do not support it. All layers are dequantized if the device has no kernels, or if 16
-bits are requested.
+AutoAWQ's GEMM format (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978) is read directly. The module
+``compressed_tensors`` translates checkpoints of compressed-tensors into AutoAWQ's tensors (qweight, qzeros, scales). A
+layer keeps its 4 bits, repacked once for the CUDA or CPU kernels. A layer is dequantized if the kernels do not support
+it. All layers are dequantized if the device has no kernels, or if 16 bits are requested.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Sliding-window release: saves and frees blocks behind every layer's window.
 
 Applies to models in which all layers have a sliding window. While a sequence runs, the connector saves the part of the
-sequence that is behind the window. The part's blocks are freed after the save. The blocks are freed at once without a
-connector, after a failed save, or when other sequences need them. Then the remaining tokens of the sequence are not
-saved either, because a lookup cannot find them without the missing part.
+sequence that is behind the window. The part's blocks are freed after the save. The blocks are freed without a save if
+no daemon is attached or the request does not write to the cache, if an earlier save failed, or if other sequences need
+the blocks. Then the remaining tokens of the sequence are not saved either, because a lookup cannot find them without
+the missing part.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It searches the prompt, the answer, and the tenant's past answers (as suffix decoding, Oliaro et al., 2024, but with
 chains of matches instead of suffix trees). The first path of a draft continues the longest match. Further branches
-continue other matches: of the sequence's last tokens, or of these with the first draft tokens appended.
+continue other matches. These match the sequence's last tokens, or the last tokens followed by one to three tokens of
+the first path.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def join_ranks(config: WorkerConfig, ranks: RankProcesses) -> RankGroup:
 
 
 def open_ranks(loaded: LoadedModel, ranks: RankProcesses) -> LoadedModel:
-    """Wait until the other ranks have loaded their part; return the model with the identity of all numerics together.
+    """Wait until the other ranks have loaded their parts of the model.
+
+    Then return the model with one numerics id, a hash over the numerics ids of all ranks.
 
     A rank's keys depend on sums over all ranks, so the identity covers the kernels of all ranks. Raises Unavailable.
     """

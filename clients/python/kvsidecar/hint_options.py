@@ -13,10 +13,10 @@ class HintOptions(TypedDict, total=False):
     """Hints about the chunks that a request uses and stores.
 
     ``cache_ttl_seconds`` is the TTL of these chunks; without it they do not expire. Eviction spares the chunks for at
-    least ``cache_retain_seconds``, as far as the tenant's quota allows. A breakpoint retains a beginning of the prompt
-    for its own time: ``{"messages": 1, "retain_seconds": 3600}``, or with ``tokens``. ``cache_session`` names an agent
-    or conversation; ``release_session`` removes the chunks that only this session uses. Chunks of low priority are
-    evicted first.
+    least ``cache_retain_seconds``, as far as the tenant's quota allows. A breakpoint gives the first part of the prompt
+    its own retention: ``{"messages": 1, "retain_seconds": 3600}`` for the first message, or ``{"tokens": 500,
+    "retain_seconds": 3600}`` for the first 500 tokens. ``cache_session`` names an agent or conversation;
+    ``release_session`` removes the chunks that only this session uses. Chunks of low priority are evicted first.
     """
 
     cache_ttl_seconds: int | None

@@ -56,7 +56,7 @@ def tenant_root(namespace: bytes, tenant_salt: bytes) -> bytes:
 
 
 def tenant_id(tenant_salt: bytes) -> bytes:
-    """Return a tenant's id across namespaces, to which quotas apply."""
+    """Return a tenant's id, which is the same in all namespaces; quotas apply per id."""
     return _hash(_TENANT, _sized(tenant_salt))
 
 

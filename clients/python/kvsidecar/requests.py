@@ -247,7 +247,10 @@ def speculation_of(name: str | None) -> pb.Speculation.ValueType:
 
 
 def truncation_of(name: str | None) -> pb.Truncation.ValueType:
-    """Return the protocol's value for the name of a truncated part; None follows ``truncate_prompt_tokens``."""
+    """Return the protocol's value for the part of a prompt to truncate: ``left``, ``middle`` or ``right``.
+
+    With None, a prompt is truncated on the left if ``truncate_prompt_tokens`` is set, otherwise not at all.
+    """
     if name is not None and name not in _TRUNCATION:
         raise InvalidRequest(f"truncate is {name!r}; allowed are {', '.join(_TRUNCATION)}", param="truncate")
     return pb.TRUNCATION_UNSPECIFIED if name is None else _TRUNCATION[name]

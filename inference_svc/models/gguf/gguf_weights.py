@@ -44,7 +44,7 @@ class GgufWeight:
 
     @property
     def coded(self) -> bool:
-        """True if the CPU kernel multiplies the weight with the file's own codes."""
+        """True if the CPU kernel computes with the file's quantization codes, without dequantizing the weight."""
         return self.linear and gguf_codes.is_coded(self.source.kind, self.shape)
 
     def spec(self, dtype: torch.dtype, coded: bool) -> TensorSpec:

@@ -62,7 +62,7 @@ def read_to_host(payload: DeviceBytes) -> memoryview:
 
 
 def _found(payload: DeviceBytes) -> tuple[int, int, Reader]:
-    """Return a payload's address, and the start and reader of its range."""
+    """Return a payload's address, and the start address and the read function of the range that contains it."""
     first, end = payload.address, payload.address + payload.size_bytes
     for start, (length, read) in _ranges.items():
         if start <= first and end <= start + length:

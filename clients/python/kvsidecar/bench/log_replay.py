@@ -31,7 +31,7 @@ class CauseCost:
 
 @dataclass
 class PlaceCost:
-    """Requests that differ from an earlier prompt at the same token."""
+    """Requests whose prompts differ from an earlier prompt from token ``position`` on, in ``part`` of the prompt."""
 
     position: int
     part: str

@@ -137,7 +137,10 @@ class PrefixLookup:
                 raise failed
 
     def release(self, found: PrefixMatch, load: CompletedLoad | None = None) -> None:
-        """Release the lease without waiting for the answer. ``load`` was completed under it."""
+        """Release the lease without waiting for the answer.
+
+        ``load`` describes the load that ran under this lease; the daemon gets a report of it together with the release.
+        """
         found.session.release([found.lease_id], load)
 
     def count_miss(self, session: Session, namespace: bytes, tokens: list[int], salt: bytes, known_tokens: int) -> None:
