@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import socket
 from contextlib import suppress
@@ -65,6 +66,16 @@ async def test_of_requests_that_come_at_once_some_are_answered() -> None:
         found = await said_to(port, b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * (3 * MAX_PIPELINED))
         assert found.count(b"HTTP/1.1 200 OK") == MAX_PIPELINED
         assert refused(app, "pipelined") == 1
+
+
+async def test_the_openapi_document_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening() as (port, _):
+        said = ASK[:-2] + b"Connection: close\r\n\r\n"
+        first = await said_to(port, said)
+        monkeypatch.setattr(json, "dumps", None)  # a client without a key can ask again and again
+        again = await said_to(port, said)
+    assert first.startswith(b"HTTP/1.1 200 OK")
+    assert again.splitlines()[-1] == first.splitlines()[-1]
 
 
 async def test_health_is_answered_when_all_connections_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
