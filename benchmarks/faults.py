@@ -23,10 +23,11 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.chaos.attacks import KINDS, PROMPTS, FaultScenario, RoundOutcome, small_disk, until
+from benchmarks.chaos.attacks import KINDS, PROMPTS, FaultScenario, RoundOutcome, small_disk
 from benchmarks.chaos.victim_load import VictimLoad
 from benchmarks.node import Node
 from benchmarks.peer import Peer
+from benchmarks.polling import until
 
 # Number of rounds per kind, relative to one round of the other kinds. Kills get most rounds: they fail in most ways.
 _SHARES = {"kill_daemon": 10, "kill_daemon_and_supervisor": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}

@@ -24,7 +24,6 @@ import argparse
 import random
 import signal
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from benchmarks import report
 from benchmarks.checkpointed_results import CheckpointedResults
 from benchmarks.network_links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node
+from benchmarks.polling import until
 from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_valkey
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8
@@ -74,7 +74,7 @@ class Fleet:
             )
             for _ in range(2)
         )
-        self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
+        until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
 
     def check(self, context: int) -> None:
         """Raise ConfigurationError for a length that exceeds the model's context."""
@@ -87,7 +87,7 @@ class Fleet:
         before = self.a.cache_stats().remote_written_bytes
         self.a.client().generate(document, max_tokens=1, deadline=600)
         self.a.settle()
-        self._until(lambda: self.a.cache_stats().remote_pending == 0)
+        until(lambda: self.a.cache_stats().remote_pending == 0)
         return int(self.a.cache_stats().remote_written_bytes - before)
 
     def ask(self, prompt: list[int], *, skip: bool = False) -> Completion:
@@ -98,19 +98,11 @@ class Fleet:
     def stop(self) -> None:
         """Stop the servers with SIGSTOP, so that they hang. Return once daemon B reports that its remote tier fails."""
         self.server.send(signal.SIGSTOP)
-        self._until(lambda: bool(self.b.cache_stats().remote_failing))
+        until(lambda: bool(self.b.cache_stats().remote_failing))
 
     def go_on(self) -> None:
         self.server.send(signal.SIGCONT)
-        self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
-
-    @staticmethod
-    def _until(done: Any, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the fleet did not come to that state")
-            time.sleep(0.02)
+        until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
 
 
 def measure(

@@ -37,6 +37,7 @@ from benchmarks import report
 from benchmarks.checkpointed_results import CheckpointedResults
 from benchmarks.network_links import LOOPBACK, impaired, link, why_none
 from benchmarks.node import Node
+from benchmarks.polling import until
 from benchmarks.proxy import Proxy
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 
@@ -90,7 +91,7 @@ class FaultScenario:
 
     def start(self) -> None:
         """Store all documents in the tier, then start the clients."""
-        self.until(lambda: not any(node.cache_stats().remote_failing for node in self.nodes))
+        until(lambda: not any(node.cache_stats().remote_failing for node in self.nodes), _LATEST_SECONDS)
         for document in self.documents:
             self.nodes[0].client().generate(document, max_tokens=1, deadline=_DEADLINE_SECONDS)
             self.settle()
@@ -106,7 +107,10 @@ class FaultScenario:
     def settle(self) -> None:
         """Wait until all of A's chunks are in the tier, or A reports that the tier fails."""
         self.nodes[0].settle()
-        self.until(lambda: (stats := self.nodes[0].cache_stats()).remote_pending == 0 or bool(stats.remote_failing))
+        until(
+            lambda: (stats := self.nodes[0].cache_stats()).remote_pending == 0 or bool(stats.remote_failing),
+            _LATEST_SECONDS,
+        )
 
     def fresh(self, tokens: int) -> list[int]:
         return [self._rng.randrange(16, 4000) for _ in range(tokens)]
@@ -139,14 +143,6 @@ class FaultScenario:
         self.settle()
         found = self.nodes[1].client().generate([*prompt, 17], max_tokens=1, deadline=_DEADLINE_SECONDS)
         return found.cached_tokens > DOCUMENT_TOKENS // 2
-
-    @staticmethod
-    def until(done: Callable[[], bool], seconds: float = _LATEST_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the nodes did not come to that state")
-            time.sleep(0.02)
 
 
 # ---- faults -------------------------------------------------------------------------------------------------
@@ -261,14 +257,16 @@ def one(scene: FaultScenario, fault: str, seconds: float) -> dict[str, Any]:
     before, began = [node.cache_stats() for node in scene.nodes], time.monotonic()
     with FAULTS[fault](scene):
         # The fault lasts until each client has completed a request, even on a slow machine.
-        scene.until(lambda: time.monotonic() - began >= seconds and all(s.requests + s.failed for s in scene.seen),
-                    seconds + _LATEST_SECONDS)  # fmt: skip
+        until(
+            lambda: time.monotonic() - began >= seconds and all(s.requests + s.failed for s in scene.seen),
+            seconds + _LATEST_SECONDS,
+        )
         during = list(scene.seen)
         scene.seen[:] = [ClientResults(), ClientResults()]
     over = time.monotonic()
-    scene.until(lambda: not any(node.cache_stats().remote_failing for node in scene.nodes))
+    until(lambda: not any(node.cache_stats().remote_failing for node in scene.nodes), _LATEST_SECONDS)
     answering = time.monotonic() - over
-    scene.until(scene.works)
+    until(scene.works, _LATEST_SECONDS)
     after, now = list(scene.seen), [node.cache_stats() for node in scene.nodes]
 
     def counted(name: str) -> int:

@@ -330,19 +330,21 @@ class S3Server:
             # A bucket is a folder of the filer. The S3 server starts last, so wait for it, too.
             self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/", "POST")
             self._until(f"{self.endpoint}/chunks/none", "GET")
+            # The first volume may be missing for seconds; until then, values cannot be stored.
+            self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/ready", "PUT", b"ready")
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _until(self, url: str, method: str) -> None:
+    def _until(self, url: str, method: str, body: bytes | None = None) -> None:
         """Poll until the server answers with a status below 500."""
         deadline = time.monotonic() + _SECONDS
         while True:
             assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]
             assert self._process.poll() is None, (self.folder / "log").read_text(errors="replace")[-2000:]
             try:
-                request = urllib.request.Request(url, method=method)
+                request = urllib.request.Request(url, body, method=method)
                 urllib.request.urlopen(request, timeout=5, context=_UNCHECKED).close()
                 return
             except urllib.error.HTTPError as answer:

@@ -21,6 +21,7 @@ from benchmarks.chaos.fuzzer import fuzz
 from benchmarks.chaos.victim_load import DurableChunkWatcher, VictimLoad, paths
 from benchmarks.node import Node
 from benchmarks.peer import Peer, payload_of
+from benchmarks.polling import until
 
 PROMPTS = 240
 _POLL_SECONDS = 0.005
@@ -185,14 +186,6 @@ def stop_writer(scene: FaultScenario) -> RoundOutcome:
     told = writer.stdout.readline().strip()
     peer.close()
     return RoundOutcome(wrong=wrong + (told == "COMMIT_OUTCOME_COMMITTED"))
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it did not happen in time")
-        time.sleep(0.01)
 
 
 def damaged(scene: FaultScenario, damage: Callable[[Path], None]) -> RoundOutcome:

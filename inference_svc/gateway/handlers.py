@@ -43,7 +43,7 @@ from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.lora_routes import LoraRoutes
 from inference_svc.gateway.model_aliases import ModelAliases, parse_aliases
 from inference_svc.gateway.node_view import NodeView
-from inference_svc.gateway.openapi import document
+from inference_svc.gateway.openapi import encoded_document
 from inference_svc.gateway.prompt_pins import PinBody, UnpinBody, pin_prompt, unpin_prompt
 from inference_svc.gateway.request_history import RequestHistory
 from inference_svc.gateway.request_parser import RequestParser, Salted
@@ -115,7 +115,7 @@ class GatewayHandlers:
         return JSONResponse({"version": __version__})
 
     async def describe(self, request: Request) -> Response:
-        return JSONResponse(document())
+        return Response(encoded_document(), media_type="application/json")
 
     async def embed(self, request: Request) -> Response:
         raise UnsupportedOption("this server has no embeddings: it serves models that generate text", param="model")

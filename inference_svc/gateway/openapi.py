@@ -6,6 +6,7 @@ Request schemas are generated from the classes that validate bodies; answers are
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 from kvsidecar import __version__
@@ -88,6 +89,15 @@ _ERRORS = {
     "529": "Too many requests wait (Anthropic's API)",
     "504": "It took too long",
 }
+
+
+@functools.cache
+def encoded_document() -> bytes:
+    """Return the OpenAPI document as JSON.
+
+    It is encoded once, because encoding takes milliseconds of the event loop and clients need no key for it.
+    """
+    return json.dumps(document(), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 @functools.cache

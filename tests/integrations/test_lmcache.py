@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from tests.cache_daemon.conftest import descriptor
 from tests.integrations.pools import LMCACHE
 from tests.kvsidecar.kv_transfer.test_reuse_metrics import Scraped, daemon
@@ -43,13 +44,6 @@ def object_of(seed: int, size: int) -> memoryview:
 
 def leases(node: Node) -> int:
     return int(node.cache_stats().leases)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_objects_of_any_size_come_back(node: Node) -> None:

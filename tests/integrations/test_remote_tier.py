@@ -21,9 +21,9 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.conftest import descriptor
-from tests.cache_daemon.rpc.test_cache_service import until
 from tests.integrations.connector_pair import Request, Status, Vllm
 from tests.integrations.pools import MHATokenToKVPoolHost
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill

@@ -11,7 +11,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-AREAS = ("store", "durable", "remote", "access", "engine", "reuse", "cache", "kernels", "gpu", "gateway")
+AREAS = (
+    "store", "commits", "durable", "remote", "access", "engine", "reuse", "cache", "kernels", "gpu", "gpu_kernels",
+    "gateway",
+)  # fmt: skip
 
 
 class StaleMutation(Exception):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import pytest
 import structlog
 
+from benchmarks.polling import until_async
 from cache_daemon.durable import group_commit_writer
 from cache_daemon.durable.durable_tier import OutOfSpace, Put, PutOutcome, PutResult, TierFailed, WriteGroup
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
@@ -41,19 +42,12 @@ class Desk:
         return hear
 
     async def outcomes(self, *puts: Put) -> list[PutOutcome]:
-        await until(lambda: all(key_of(put) in self.heard for put in puts))
+        await until_async(lambda: all(key_of(put) in self.heard for put in puts))
         return [self.heard[key_of(put)] for put in puts]
 
     async def held(self) -> None:
         """Hold the writer in the middle of a transaction during the block."""
-        await until(lambda: self.tier.wait_until_held(0))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.005)
+        await until_async(lambda: self.tier.wait_until_held(0))
 
 
 @pytest.fixture
@@ -103,7 +97,7 @@ async def test_a_removal_cancels_what_is_not_yet_begun(desk: Desk) -> None:
     desk.heard.pop(key_of(second))
     desk.tier.let_go()
     assert await desk.outcomes(first, second) == [STORED, STORED]
-    await until(lambda: not is_sound(desk.tier, first))
+    await until_async(lambda: not is_sound(desk.tier, first))
     assert is_sound(desk.tier, second), "what was put after its removal is there"
 
 
@@ -146,7 +140,7 @@ async def test_nothing_overtakes_removals_that_do_not_fit_one_transaction(
     desk.writer.flush(lambda result: heard.append(result.outcome))
     desk.tier.let_go()
     assert await desk.outcomes(puts[-1]) == [STORED]
-    await until(lambda: heard == [STORED])
+    await until_async(lambda: heard == [STORED])
     assert is_sound(desk.tier, puts[-1]), "it came after its removal"
     assert desk.tier.usage().entries == 1
     removals = [n for n, group in enumerate(desk.tier.groups) if group.remove]
@@ -162,7 +156,7 @@ async def test_what_is_written_is_said_also_when_nothing_is_owed(desk: Desk) -> 
         desk.writer.flush(lambda result: heard.append(result.outcome))
         await asyncio.sleep(0)
         desk.writer.flush(lambda result: heard.append(result.outcome))
-    await until(lambda: heard == [STORED] * 400)
+    await until_async(lambda: heard == [STORED] * 400)
 
 
 async def test_removals_are_tried_until_they_succeed(desk: Desk) -> None:
@@ -172,27 +166,27 @@ async def test_removals_are_tried_until_they_succeed(desk: Desk) -> None:
     desk.tier.fail_applies(4)
     began = time.monotonic()
     desk.writer.remove([key_of(put)])
-    await until(lambda: desk.writer.failing is not None)
+    await until_async(lambda: desk.writer.failing is not None)
     assert desk.writer.failing is not None
     assert "told to fail" in desk.writer.failing[0]
-    await until(lambda: not is_sound(desk.tier, put))
+    await until_async(lambda: not is_sound(desk.tier, put))
     assert time.monotonic() - began > 0.1 + 0.2, "with growing pauses"
-    await until(lambda: desk.writer.failing is None)
+    await until_async(lambda: desk.writer.failing is None)
 
 
 async def test_a_note_that_failed_is_told_and_tried_again(desk: Desk) -> None:
     heard: list[PutOutcome] = []
     desk.tier.fail_applies(2)
     desk.writer.note(b"verdict", b"passed", lambda result: heard.append(result.outcome))
-    await until(lambda: desk.tier.notes() == {b"verdict": b"passed"})
-    await until(lambda: heard == [PutOutcome.FAILED])
+    await until_async(lambda: desk.tier.notes() == {b"verdict": b"passed"})
+    await until_async(lambda: heard == [PutOutcome.FAILED])
 
 
 async def test_the_last_of_several_notes_wins(desk: Desk) -> None:
     heard: list[PutOutcome] = []
     for value in (b"1", None, b"3"):
         desk.writer.note(b"n", value, lambda result: heard.append(result.outcome))
-    await until(lambda: heard == [STORED] * 3)
+    await until_async(lambda: heard == [STORED] * 3)
     assert desk.tier.notes() == {b"n": b"3"}
 
 
@@ -202,7 +196,7 @@ async def test_ticks_of_use_are_kept(desk: Desk) -> None:
     desk.writer.used({key_of(put): 12})
     await desk.outcomes(put)
     desk.writer.used({key_of(put): 13, b"x" * 32: 1})
-    await until(lambda: [loaded.last_use for loaded in desk.tier.load()] == [13])
+    await until_async(lambda: [loaded.last_use for loaded in desk.tier.load()] == [13])
 
 
 async def test_without_room_removals_are_written_and_chunks_told() -> None:
@@ -269,7 +263,7 @@ async def test_nothing_that_a_tier_raises_ends_the_thread(desk: Desk, error: Exc
     desk.tier._apply_errors.clear()
     desk.put(later := chunk([9]))
     assert await desk.outcomes(later) == [STORED]
-    await until(lambda: desk.tier.notes() == {b"n": b"v"})
+    await until_async(lambda: desk.tier.notes() == {b"n": b"v"})
 
 
 async def test_views_of_the_arena_are_released(desk: Desk) -> None:
@@ -347,7 +341,7 @@ async def test_a_write_that_does_not_end_is_a_failure_while_it_lasts(
     desk.put(puts[0])
     await desk.held()
     desk.put(*puts[1:])
-    await until(lambda: desk.writer.hung)
+    await until_async(lambda: desk.writer.hung)
     assert desk.writer.failing is not None
     assert "the disk hangs" in desk.writer.failing[0]
     assert desk.writer.fail_queued() == 2

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
+from benchmarks.polling import until_async
 from cache_daemon.durable import group_commit_writer
 from cache_daemon.store import shutdown
 from tests.cache_daemon.conftest import Peer
@@ -41,13 +40,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.01)
-
-
 async def put(bench: Bench, number: int) -> bool:
     return (await bench.put([number * 100 + n for n in range(16)]))[1] == pb.COMMIT_OUTCOME_COMMITTED
 
@@ -59,19 +51,19 @@ async def test_commits_go_on_beside_a_disk_that_hangs_and_are_durable_when_it_go
     async with opened(arena_bytes=16 * SLOT, tier=MemoryTier()) as bench:
         bench.tier.hold()
         assert await put(bench, 0)
-        await until(lambda: bench.tier.wait_until_held(0))  # the group that hangs has one chunk; the others queue
+        await until_async(lambda: bench.tier.wait_until_held(0))  # the group that hangs has one chunk; the others queue
         for number in range(1, 16):
             assert await put(bench, number)
-        await until(lambda: bench.store.stats().durable_failing != "")
-        await until(lambda: bench.store.tiers.writer is not None and bench.store.tiers.writer.pending <= 1)
+        await until_async(lambda: bench.store.stats().durable_failing != "")
+        await until_async(lambda: bench.store.tiers.writer is not None and bench.store.tiers.writer.pending <= 1)
         assert "the disk hangs" in bench.store.stats().durable_failing
         for number in range(16, 48):
             assert await put(bench, number), "what waited for the disk made room"
         assert await bench.found([47 * 100 + n for n in range(16)]) == 16
         bench.tier.let_go()
-        await until(lambda: not bench.store.stats().durable_failing)
+        await until_async(lambda: not bench.store.stats().durable_failing)
         assert await put(bench, 99)
-        await until(lambda: bench.store.stats().durable_chunks >= 15)
+        await until_async(lambda: bench.store.stats().durable_chunks >= 15)
         await bench.store.settle()
 
 
@@ -81,7 +73,7 @@ async def test_a_store_whose_disk_hangs_closes_in_time(monkeypatch: pytest.Monke
     async with opened(tier=MemoryTier()) as bench:
         bench.tier.hold()
         await put(bench, 1)
-        await until(lambda: bench.tier.wait_until_held(0))
+        await until_async(lambda: bench.tier.wait_until_held(0))
         began = time.monotonic()
         await bench.store.close()
         assert time.monotonic() - began < 5

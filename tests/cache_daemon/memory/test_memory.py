@@ -26,12 +26,12 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descriptor
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from cache_daemon.memory.arena import ALIGNMENT
 from cache_daemon.memory.fd_server import _REQUEST_TIMEOUT_SECONDS, serve_fds
 from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
 from tests.cache_daemon.conftest import Peer, payload_of
-from tests.cache_daemon.rpc.test_cache_service import until
 from tests.cache_daemon.store.test_durability import run_daemon
 
 

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+from benchmarks.polling import until_async
 from cache_daemon.durable.encryption import Cipher, NullCipher
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
 from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
@@ -103,17 +104,8 @@ async def node(
     tier = RemoteTier(engine, KeySchema(prefix), cipher or NullCipher(), clock)
     settings = RemoteSettings(tier, write, ttl_seconds)
     async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]
-        await until(lambda: tier.reads.allows_calls and tier.writes.allows_calls)
+        await until_async(lambda: tier.reads.allows_calls and tier.writes.allows_calls)
         yield FleetNode(bench, tier)
-
-
-async def until(done: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Wait until a condition holds; return the seconds of the wait."""
-    began = time.monotonic()
-    while not done():
-        assert time.monotonic() - began < seconds, "it did not come to that"
-        await asyncio.sleep(0.01)
-    return time.monotonic() - began
 
 
 class Slow(InMemoryBackend):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.node import free_port
+from benchmarks.polling import until_async
 from benchmarks.remote_servers import (
     AzureServer,
     RedisCluster,
@@ -28,7 +29,7 @@ from cache_daemon.remote.backend import OVERSIZE, RemoteBackend, RemoteFailed
 from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.redis_backend import RedisBackend
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
-from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, node, prompt
 from tests.cache_daemon.stores import opened
 
 KINDS = ("memory", "valkey", "cluster", "s3", "azure")
@@ -148,7 +149,7 @@ async def test_nodes_share_over_it(engine: RemoteBackend) -> None:
         await a.share(prompt(4))
         assert (await b.ask(prompt(4), patience=20.0))[0] == 4 * CHUNK
         await a.bench.store.delete(a.bench.root(), b"")
-        await until(lambda: a.stats.remote_deletions == 0)
+        await until_async(lambda: a.stats.remote_deletions == 0)
         async with node(engine) as c:
             assert (await c.ask(prompt(4)))[0] == 0
 
@@ -183,14 +184,14 @@ async def test_what_a_tenant_deleted_is_found_in_no_tier(engine: RemoteBackend, 
         assert (await a.ask(prompt(3), salt=gone))[0] == 0
         assert (await a.ask(prompt(3), salt=other))[0] == 3 * CHUNK
         await a.bench.store.settle()
-        await until(lambda: a.stats.remote_deletions == int(away))
+        await until_async(lambda: a.stats.remote_deletions == int(away))
         assert (a.stats.arena_chunks, a.stats.durable_chunks) == (3, 3)
     async with opened(tier=disk_in(tmp_path)) as alone:
         assert (await alone.found(prompt(3), salt=gone), await alone.found(prompt(3), salt=other)) == (0, 3 * CHUNK)
     between.away = False
     async with node(between, prefix=prefix, tier=disk_in(tmp_path)) as a:
         assert (await a.ask(prompt(3), salt=gone, patience=20.0))[0] == 0
-        await until(lambda: a.stats.remote_deletions == 0)
+        await until_async(lambda: a.stats.remote_deletions == 0)
     async with node(between, prefix=prefix) as b:
         assert (await b.ask(prompt(3), salt=gone, patience=20.0))[0] == 0
         assert (await b.ask(prompt(3), salt=other, patience=20.0))[0] == 3 * CHUNK
@@ -305,7 +306,7 @@ async def test_a_user_needs_no_more_rights_than_security_says(tmp_path: Path) ->
             await a.share(prompt(3))
             assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
             await a.bench.store.delete(a.bench.root(), b"")
-            await until(lambda: a.stats.remote_deletions == 0)
+            await until_async(lambda: a.stats.remote_deletions == 0)
         await engine.connect()
         with pytest.raises(RemoteFailed, match="may not do that"):
             await engine.put_many([("others/1", b"x")], None)

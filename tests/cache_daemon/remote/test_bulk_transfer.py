@@ -14,13 +14,14 @@ from kvsidecar import keys
 from kvsidecar.errors import FailedPrecondition, InvalidRequest, Unavailable
 
 from benchmarks.node import Node
+from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.remote.bulk_transfer import TransferProgress
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import cache
-from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Gated, Slow, node, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Gated, Slow, node, prompt
 from tests.cache_daemon.stores import FakeClock
 
 SALT = b"one"
@@ -99,7 +100,7 @@ async def test_an_engine_that_fails_says_how_far_it_came_and_goes_on_from_there(
         with pytest.raises(Unavailable, match=f"told to; {before.done} of 10 chunks were done"):
             await anext(steps)
         engine.fails = False
-        await until(lambda: a.tier.writes.allows_calls and a.tier.reads.allows_calls)
+        await until_async(lambda: a.tier.writes.allows_calls and a.tier.reads.allows_calls)
         found = await pushed(a)
         assert (found.known, found.chunks) == (before.done, 10 - before.done)
         engine.fails = True
@@ -117,7 +118,7 @@ async def test_what_is_deleted_meanwhile_neither_goes_nor_comes(what: str) -> No
         first = keys.prefix_hash(root, prompt(1))
         engine.arrive.clear()
         pulling = asyncio.create_task(pulled(b))
-        await until(lambda: engine.waiting)
+        await until_async(lambda: engine.waiting)
         await b.bench.store.delete(root, first if what == "chunk" else b"")
         engine.arrive.set()
         assert (await pulling).chunks == 0
@@ -131,7 +132,7 @@ async def test_who_goes_away_leaves_nothing_held() -> None:
         await a.read(prompt(4), SALT)
         engine.put_gate.clear()
         pushing = asyncio.create_task(pushed(a))
-        await until(lambda: engine.putting > 0)
+        await until_async(lambda: engine.putting > 0)
         pushing.cancel()
         await asyncio.wait({pushing})
         engine.put_gate.set()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
+from benchmarks.polling import until_async
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker, CircuitState
@@ -16,7 +17,6 @@ from cache_daemon.remote.latency_model import LatencyModel
 from cache_daemon.remote.remote_record import MAX_PARTS, RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
-from tests.cache_daemon.remote.nodes import until
 
 
 def closed() -> CircuitBreaker:
@@ -183,7 +183,7 @@ async def test_who_goes_away_takes_all_of_it_along() -> None:
             ended.append(lane)
 
     asking = asyncio.create_task(HedgedReads(2).first_result(work, 0.01))
-    await until(lambda: len(begun) == 2)
+    await until_async(lambda: len(begun) == 2)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -238,7 +238,7 @@ async def test_an_engine_that_may_be_back_is_asked_by_few_of_many() -> None:
     tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     tier.reads.half_open()
     calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(50)]
-    await until(lambda: sum(call.done() for call in calls) == 47)
+    await until_async(lambda: sum(call.done() for call in calls) == 47)
     assert len(engine.reads) == 3
     assert {type(call.exception()) for call in calls if call.done()} == {RemoteBusy}
     assert (tier.counters.failures, tier.reads.state) == (0, CircuitState.HALF_OPEN), "what was not asked did not fail"
@@ -246,7 +246,7 @@ async def test_an_engine_that_may_be_back_is_asked_by_few_of_many() -> None:
     trials[0].cancel()
     await asyncio.wait({trials[0]})
     another = asyncio.create_task(tier.find(b"r" * 32, [], 60))
-    await until(lambda: len(engine.reads) == 4)
+    await until_async(lambda: len(engine.reads) == 4)
     engine.reads[3].set_exception(RemoteFailed("no"))
     await asyncio.wait({another})
     assert tier.reads.state is CircuitState.OPEN

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.polling import until_async
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.backend import Item, RemoteFailed
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
-from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt
 from tests.cache_daemon.remote.test_tombstone_sync import SOON, delete
 
 
@@ -31,7 +32,7 @@ async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what:
         await b.read(prompt(3))
         await delete(a, what, prompt(3))
         of_b.fails = False
-        await until(lambda: b.stats.remote_deletions == b.stats.chunks == 0, SOON)
+        await until_async(lambda: b.stats.remote_deletions == b.stats.chunks == 0, SOON)
 
 
 class Forgetful(InMemoryBackend):
@@ -52,10 +53,10 @@ async def test_a_deletion_whose_answer_was_lost_is_not_taken_for_another_nodes()
         await b.share(prompt(3))
         engine.loses = True
         await b.bench.store.delete(b.bench.root(), b"")
-        await until(lambda: engine.lost > 0, SOON)
+        await until_async(lambda: engine.lost > 0, SOON)
         await b.read(prompt(3))
         engine.loses = False
-        await until(lambda: b.stats.remote_deletions == 0 and not b.remote._tombstones._unapplied, SOON)
+        await until_async(lambda: b.stats.remote_deletions == 0 and not b.remote._tombstones._unapplied, SOON)
         assert b.stats.chunks == 3
 
 
@@ -63,8 +64,8 @@ async def test_a_tenants_marks_are_seen_as_soon_as_it_has_something_here() -> No
     """A later deletion is news to a node that has never asked the engine for anything of the tenant."""
     engine = InMemoryBackend()
     async with node(engine, write="never") as a, node(engine, write="never") as b:
-        await until(lambda: b.remote._tombstones._last_poll is not None, SOON)
+        await until_async(lambda: b.remote._tombstones._last_poll is not None, SOON)
         await b.read(prompt(3))
-        await until(lambda: b.bench.root() in b.remote._epochs, SOON)
+        await until_async(lambda: b.bench.root() in b.remote._epochs, SOON)
         await a.bench.store.delete(a.bench.root(), b"")
-        await until(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)
+        await until_async(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)

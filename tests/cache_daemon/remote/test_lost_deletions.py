@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from kvsidecar import keys
 
+from benchmarks.polling import until_async
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import deletion_epochs as store_marks
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
 from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
-from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt
 
 SOON = 60.0
 SALT = b"customer"
@@ -41,7 +42,7 @@ def deletion_of(a: FleetNode, what: str) -> tuple[bytes, bytes]:
 
 async def delete(a: FleetNode, what: str) -> None:
     await a.bench.store.delete(*deletion_of(a, what))
-    await until(lambda: a.stats.remote_deletions == 0, SOON)
+    await until_async(lambda: a.stats.remote_deletions == 0, SOON)
 
 
 def fail_over(engine: InMemoryBackend, values: dict[str, tuple[bytes, float | None]], *nodes: FleetNode) -> None:
@@ -64,11 +65,11 @@ async def test_a_failover_brings_no_deleted_chunk_back(what: str) -> None:
         assert (await b.ask(IDS, SALT))[0] == len(IDS)
         before = copy.deepcopy(engine.values)
         await delete(a, what)
-        await until(lambda: b.stats.chunks == 0, SOON)
+        await until_async(lambda: b.stats.chunks == 0, SOON)
         fail_over(engine, before)
         if what != "chunk":
             assert (await a.ask(IDS, SALT))[0] == 0, "who knows of the deletion does not wait for that"
-        await until(lambda: a.stats.remote_restored_deletions + b.stats.remote_restored_deletions > 0, SOON)
+        await until_async(lambda: a.stats.remote_restored_deletions + b.stats.remote_restored_deletions > 0, SOON)
         await a.sent()
         assert (await a.ask(IDS, SALT))[0] == (await b.ask(IDS, SALT))[0] == 0
         async with node(engine) as c:
@@ -85,7 +86,7 @@ async def test_a_deletion_is_remembered_over_a_restart(what: str, tmp_path: Path
         await a.bench.store.settle()
     fail_over(engine, before)
     async with node(engine, tier=LmdbTier(tmp_path / "a", 1 << 20)) as a:
-        await until(lambda: a.stats.remote_restored_deletions > 0, SOON)
+        await until_async(lambda: a.stats.remote_restored_deletions > 0, SOON)
         await a.sent()
         async with node(engine) as b:
             assert (await b.ask(IDS, SALT))[0] == 0
@@ -102,9 +103,9 @@ async def test_a_node_that_was_down_hears_of_a_deletion_that_the_engine_lost(wha
         assert (await a.ask(IDS, SALT))[0] == len(IDS)
         await delete(a, what)
         engine.values.clear()
-        await until(lambda: a.stats.remote_restored_deletions > 0, SOON)
+        await until_async(lambda: a.stats.remote_restored_deletions > 0, SOON)
         async with node(engine, tier=LmdbTier(tmp_path / "b", 1 << 20)) as b:
-            await until(lambda: b.stats.chunks == 0, SOON)
+            await until_async(lambda: b.stats.chunks == 0, SOON)
             assert await b.bench.found(IDS, salt=SALT) == 0
 
 
@@ -116,11 +117,11 @@ async def test_a_node_that_did_a_deletion_keeps_what_came_after_it() -> None:
         await b.ask(IDS, SALT)
         before = copy.deepcopy(engine.values)
         await delete(a, "tenant")
-        await until(lambda: b.stats.chunks == 0, SOON)
+        await until_async(lambda: b.stats.chunks == 0, SOON)
         await a.share(prompt(3, 7), SALT)
         await b.share(prompt(3, 8), SALT)
         fail_over(engine, before, a, b)
-        await until(lambda: a.stats.remote_restored_deletions + b.stats.remote_restored_deletions > 0, SOON)
+        await until_async(lambda: a.stats.remote_restored_deletions + b.stats.remote_restored_deletions > 0, SOON)
         assert await a.bench.found(prompt(3, 7), salt=SALT) == 3 * CHUNK
         assert await b.bench.found(prompt(3, 8), salt=SALT) == 3 * CHUNK
         async with asyncio.timeout(SOON):  # offered again at one of its next uses

@@ -11,13 +11,14 @@ import pytest
 
 from benchmarks.node import Node
 from benchmarks.peer import Peer
+from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.remote import deletion_epochs, tombstone_sync
 from cache_daemon.remote.address import Credentials, parse_remote
 from cache_daemon.remote.redis_backend import RedisBackend
 from cache_daemon.remote.write_behind import RemoteWrite
 from tests.cache_daemon.operators import cache
-from tests.cache_daemon.remote.nodes import node, prompt, until
+from tests.cache_daemon.remote.nodes import node, prompt
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
 IDS, OTHER = prompt(4), prompt(3, 1)
@@ -57,10 +58,10 @@ async def test_a_server_that_lost_its_data_is_filled_again_without_a_command(
             await a.sent()
             count = heads(server)
             assert count == (4 if write == "second-use" else 7)
-            await until(lambda: a.stats.remote_refilling_tenants == 0, SOON)
+            await until_async(lambda: a.stats.remote_refilling_tenants == 0, SOON)
             assert a.stats.remote_data_losses == 0
             lose(server)
-            await until(lambda: a.stats.remote_data_losses > 0 and a.stats.remote_refilling_tenants == 0, SOON)
+            await until_async(lambda: a.stats.remote_data_losses > 0 and a.stats.remote_refilling_tenants == 0, SOON)
             await a.sent()
             assert heads(server) == count
             assert a.stats.remote_data_losses == 1

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from kvsidecar import keys
 
+from benchmarks.polling import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
-from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt
 from tests.cache_daemon.stores import opened
 
 
@@ -96,7 +97,7 @@ async def test_who_waits_for_another_that_goes_away_brings_it_itself() -> None:
         await a.share(prompt(6))
         engine.arrive.clear()
         first, *others = (asyncio.create_task(b.ask(prompt(6))) for _ in range(3))
-        await until(lambda: engine.waiting)
+        await until_async(lambda: engine.waiting)
         first.cancel()
         await asyncio.wait({first})
         engine.arrive.set()
@@ -143,7 +144,7 @@ async def test_a_link_that_was_too_slow_is_measured_while_nobody_waits() -> None
         await a.share(prompt(4))
         b.tier.latency.bytes_per_second = 10.0
         assert (await b.ask(prompt(4), price=0.01))[0] == 0
-        await until(lambda: b.tier.counters.read_bytes > 0)
+        await until_async(lambda: b.tier.counters.read_bytes > 0)
         b.tier.latency.bytes_per_second = 1e9
         assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
 
@@ -182,7 +183,7 @@ async def test_who_goes_away_leaves_nothing_behind(at: int) -> None:
         engine.hangs_at = at
         b.tier.group_by_call = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
         asking = asyncio.create_task(b.ask(prompt(6)))
-        await until(lambda: engine.hanging > 0)
+        await until_async(lambda: engine.hanging > 0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -233,7 +234,7 @@ async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: 
         monkeypatch.setattr("cache_daemon.store.persistence._DELAY_SECONDS", 0.05)
         await a.share(prompt(4, first=1))
         await b.ask(prompt(4, first=1))
-        await until(lambda: b.stats.durable_chunks == 10)
+        await until_async(lambda: b.stats.durable_chunks == 10)
         b.bench.store.check_integrity()
 
 
@@ -295,7 +296,7 @@ async def test_what_waited_is_sent_when_the_engine_is_back() -> None:
         await a.bench.found(prompt(5))
         assert (a.stats.remote_pending, a.stats.remote_failing) == (5, "told to")
         engine.fails = False
-        await until(lambda: a.stats.remote_written_chunks == 5)
+        await until_async(lambda: a.stats.remote_written_chunks == 5)
         assert a.stats.remote_failing == ""
         assert (await b.ask(prompt(5)))[0] == 5 * CHUNK
 

@@ -10,6 +10,7 @@ from kvsidecar.errors import ConfigurationError
 
 from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import free_port
+from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.address import Credentials, credentials_of, parse_remote
@@ -18,7 +19,7 @@ from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
-from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt
 from tests.cache_daemon.stores import opened
 
 needs_valkey = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
@@ -109,7 +110,7 @@ async def test_a_store_that_is_not_vouched_for_costs_nothing_but_the_sharing(
     tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     async with opened(remote=RemoteSettings(tier, "all")) as bench:
         alone = FleetNode(bench, tier)
-        await until(lambda: why in alone.stats.remote_failing)
+        await until_async(lambda: why in alone.stats.remote_failing)
         await alone.read(prompt(3))
         found, brought = await alone.ask(prompt(3))
         assert (found, brought.tokens) == (3 * CHUNK, 0)

@@ -15,6 +15,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from benchmarks.peer import Peer
+from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.durable.lmdb_tier import LmdbTier
@@ -29,7 +30,7 @@ from cache_daemon.remote.remote_record import TenantEpochs, epoch_digest, new_ep
 from cache_daemon.remote.remote_tier import RemoteTier
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
-from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Slow, node, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Slow, node, prompt
 from tests.cache_daemon.remote.test_faults import Fleet
 from tests.cache_daemon.stores import opened
 
@@ -66,7 +67,7 @@ async def delete(a: FleetNode, what: str, ids: list[int]) -> None:
     root = a.bench.root()
     first = keys.prefix_hash(root, ids[:CHUNK])
     await a.bench.store.delete(b"" if what == "everything" else root, first if what == "chunk" else b"")
-    await until(lambda: a.stats.remote_deletions == 0, SOON)
+    await until_async(lambda: a.stats.remote_deletions == 0, SOON)
 
 
 def disk(folder: Path) -> LmdbTier:
@@ -80,7 +81,7 @@ async def test_what_another_node_deletes_goes_here_too(shared: Shared, what: str
         assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
         await b.bench.store.settle()
         await delete(a, what, prompt(3))
-        await until(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)
+        await until_async(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)
         await b.share(prompt(3))
         assert (await a.ask(prompt(3)))[0] == 3 * CHUNK, "what is read anew is shared"
         await b.read(prompt(2, 5))
@@ -103,7 +104,7 @@ async def test_what_was_deleted_while_a_node_was_down_is_found_by_nobody(
         await a.share(ids[:CHUNK], salt=b"after")
         async with node(shared.fresh(), tier=disk(tmp_path)) as b:
             left = 0 if what == "everything" else 3
-            await until(lambda: b.stats.chunks == b.stats.durable_chunks == left, SOON)
+            await until_async(lambda: b.stats.chunks == b.stats.durable_chunks == left, SOON)
             assert await b.bench.found(ids) == 0
             assert await b.bench.found(ids, salt=other) == left * CHUNK
             await b.sent()
@@ -137,14 +138,14 @@ async def test_what_is_read_after_a_deletion_outlives_restarts(tmp_path: Path) -
             await a.share(prompt(3))
             await b.ask(prompt(3))
             await delete(a, what, prompt(3))
-            await until(lambda: b.stats.chunks == 0, SOON)
+            await until_async(lambda: b.stats.chunks == 0, SOON)
             await a.share(prompt(2, 7))
             await b.share(prompt(2, 8))
             await a.bench.store.settle()
             await b.bench.store.settle()
         for folder, first in ((f"a-{what}", 7), (f"b-{what}", 8)):
             async with node(engine, tier=LmdbTier(tmp_path / folder, 1 << 20)) as again:
-                await until(lambda of=again: of.remote._tombstones._last_poll is not None, SOON)
+                await until_async(lambda of=again: of.remote._tombstones._last_poll is not None, SOON)
                 assert not again.remote._tombstones._unapplied
                 assert await again.bench.found(prompt(2, first)) == 2 * CHUNK
         async with node(engine) as a:
@@ -163,7 +164,7 @@ async def test_an_engine_that_is_away_at_the_start_is_heard_when_it_comes(tmp_pa
     async with opened(400 * 4096, tier=disk(tmp_path), remote=RemoteSettings(tier)) as bench:
         assert await bench.found(prompt(3)) == 3 * CHUNK, "nobody knows better"
         engine.fails = False
-        await until(lambda: bench.store.stats().chunks == 0, SOON)
+        await until_async(lambda: bench.store.stats().chunks == 0, SOON)
 
 
 async def test_an_engine_that_lost_everything_costs_no_node_what_it_has(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ async def test_a_tenant_with_many_deleted_chunks_is_deleted_as_a_whole(monkeypat
             await a.share(prompt(1, first))
             await b.ask(prompt(1, first))
             await delete(a, "chunk", prompt(1, first))
-        await until(lambda: b.stats.chunks == a.stats.chunks == 0, SOON)
+        await until_async(lambda: b.stats.chunks == a.stats.chunks == 0, SOON)
         assert len(await tombstones.read_tombstones(a.tier, a.bench.root())) <= 4
         for first in range(9, 30):  # what it reads before it hears of it goes as well
             await b.share(prompt(2, first), deleted=True)
@@ -206,11 +207,11 @@ async def test_many_tenants_are_looked_at_when_one_is_deleted() -> None:
     async with node(engine) as a, node(engine, arena_bytes=4096 * 4096) as b:
         for salt in salts:
             await b.read(prompt(1), salt=salt)
-        await until(lambda: len(list(b.remote._epochs)) == 300 or not _looks_again(b), SOON)
+        await until_async(lambda: len(list(b.remote._epochs)) == 300 or not _looks_again(b), SOON)
         await a.bench.store.delete(a.bench.root(salts[0]), b"")
-        await until(lambda: len(list(b.remote._epochs)) >= 300, SOON)
+        await until_async(lambda: len(list(b.remote._epochs)) >= 300, SOON)
         await a.bench.store.delete(a.bench.root(salts[150]), b"")
-        await until(lambda: b.bench.store.tiers.index.page_of_root(b.bench.root(salts[150]), b"", 1) == [], SOON)
+        await until_async(lambda: b.bench.store.tiers.index.page_of_root(b.bench.root(salts[150]), b"", 1) == [], SOON)
         assert b.stats.chunks >= 298
 
 
@@ -293,11 +294,11 @@ async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatc
         await b.bench.store.settle()
         faulty, name = b.bench.tier, b"remote-mark:" + b.bench.root()
         mark = epoch_digest(engine.values[b.tier.key_schema.tenant_epoch_key(b.bench.root())][0])
-        await until(lambda: mark in faulty.notes().get(name, b""), SOON)
+        await until_async(lambda: mark in faulty.notes().get(name, b""), SOON)
         before, since = faulty.notes()[name], len(faulty.groups)
         faulty.fail_applies(2)
         await delete(a, "tenant", prompt(6))
-        await until(lambda: faulty.notes()[name] != before, SOON)
+        await until_async(lambda: faulty.notes()[name] != before, SOON)
     groups = faulty.groups[since:]
     removed = [n for n, group in enumerate(groups) if group.remove]
     noted = [n for n, group in enumerate(groups) if group.notes.get(name, before) != before]

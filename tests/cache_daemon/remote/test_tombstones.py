@@ -9,13 +9,14 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
+from benchmarks.polling import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.fetch_request import FetchRequest
 from cache_daemon.remote.remote_prefetcher import RemotePrefetcher
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
-from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt
 
 
 async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
@@ -75,7 +76,7 @@ async def test_what_another_node_had_queued_before_a_deletion_is_worth_nothing_a
         await b.read(prompt(2, 7))
         calls = engine.calls
         await b.bench.found(prompt(2, 7))
-        await until(lambda: engine.calls > calls)  # it is looked up there before it is written
+        await until_async(lambda: engine.calls > calls)  # it is looked up there before it is written
         engine.seconds = 0.0
         await a.bench.store.delete(a.bench.root(), b"")
         await b.sent()
@@ -98,7 +99,7 @@ async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> Non
         assert a.stats.remote_deletions == 1
         assert (await a.ask(prompt(3)))[0] == 0, "it is still there, and must not be read"
         engine.put_gate.set()
-        await until(lambda: a.stats.remote_deletions == 0)
+        await until_async(lambda: a.stats.remote_deletions == 0)
         assert (await a.ask(prompt(3)))[0] == 0
         await a.bench.store.settle()
     assert not [name for name in disk.notes() if name.startswith(b"remote-forget:")]
@@ -122,7 +123,7 @@ async def test_the_same_deletion_waits_once_and_a_tenant_may_have_some(monkeypat
         assert a.stats.chunks == 0, "here they are deleted all the same"
         a.remote.delete(a.bench.root(b"other"), b"x" * 32)
         engine.fails = False
-        await until(lambda: a.stats.remote_deletions == 0)
+        await until_async(lambda: a.stats.remote_deletions == 0)
         assert all(done.done() for done in futures)
 
 
@@ -147,9 +148,9 @@ async def test_a_caller_cannot_fill_the_queue_of_deletions_for_others(monkeypatc
             delete(12, "other")
         delete(13, None)
         engine.fails = False
-        await until(lambda: a.stats.remote_deletions == 0)
+        await until_async(lambda: a.stats.remote_deletions == 0)
         delete(4, "guest")
-        await until(lambda: a.stats.remote_deletions == 0)
+        await until_async(lambda: a.stats.remote_deletions == 0)
 
 
 async def test_a_deletion_that_runs_does_not_serve_who_asks_after_it_began() -> None:
@@ -157,7 +158,7 @@ async def test_a_deletion_that_runs_does_not_serve_who_asks_after_it_began() -> 
     async with node(engine) as a:
         engine.put_gate.clear()
         first = a.remote.delete(a.bench.root(), b"")
-        await until(lambda: engine.putting > 0)
+        await until_async(lambda: engine.putting > 0)
         second = a.remote.delete(a.bench.root(), b"")
         assert second is not first
         engine.put_gate.set()
@@ -261,7 +262,7 @@ async def test_however_often_removing_fails_a_mark_is_made_anew_once(what: str) 
         await a.share(prompt(3))
         deletion = a.remote.delete(a.bench.root() if what == "tenant" else b"", b"")
         assert engine.marks == 0, "the first one is made where there is none"
-        await until(deletion.done)
+        await until_async(deletion.done)
         assert (engine.refused, engine.marks) == (0, 1)
         assert (await a.ask(prompt(3, 5)))[0] == 0
         await asyncio.wait_for(asyncio.shield(a.remote.delete(a.bench.root(), b"")), 10)
@@ -276,7 +277,7 @@ async def test_what_was_on_its_way_here_when_it_was_deleted_does_not_come(what: 
         await a.share(ids, salt=b"one")
         engine.arrive.clear()
         asking = asyncio.create_task(b.ask(ids, salt=b"one", price=10.0))
-        await until(lambda: engine.waiting)
+        await until_async(lambda: engine.waiting)
         first = keys.prefix_hash(root, ids[:CHUNK])
         await b.bench.store.delete(b"" if what == "everything" else root, first if what == "chunk" else b"")
         assert b.stats.remote_deletions == 0
@@ -300,7 +301,7 @@ async def test_who_asks_as_a_deletion_begins_brings_nothing(monkeypatch: pytest.
         monkeypatch.setattr(RemotePrefetcher, "_missing_chunks", and_deleted)
         assert (await b.ask(prompt(3)))[0] == 0
         engine.put_gate.set()
-        await until(lambda: b.stats.remote_deletions == 0)
+        await until_async(lambda: b.stats.remote_deletions == 0)
         assert b.stats.chunks == 0
 
 

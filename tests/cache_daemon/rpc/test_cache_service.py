@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import stat
 import threading
-import time
 from collections.abc import Callable
 
 import grpc
@@ -15,14 +14,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_a_stored_prefix_is_found_to_the_token(peer: Peer) -> None:

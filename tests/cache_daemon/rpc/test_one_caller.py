@@ -19,9 +19,9 @@ from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
 from kvsidecar.chunk_layout import Geometry, new_header
 
 from benchmarks.node import Node, free_port
+from benchmarks.polling import until
 from cache_daemon.rpc import request_validation
 from tests.cache_daemon.conftest import Peer, code_of, descriptor
-from tests.cache_daemon.rpc.test_cache_service import until
 
 MEBIBYTE = 1 << 20
 WIDE = Geometry(16, 4, 128, DATA_TYPE_FLOAT32, 16)  # 64 KiB a token

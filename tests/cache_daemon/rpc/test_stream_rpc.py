@@ -13,9 +13,9 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.conftest import Peer, code_of, payload_of
-from tests.cache_daemon.rpc.test_cache_service import until
 
 
 def storing(peer: Peer, ids: list[int], checksum: int | None = None) -> Iterator[pb.StoreRequest]:

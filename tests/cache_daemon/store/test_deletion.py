@@ -8,11 +8,11 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+from benchmarks.polling import until_async
 from cache_daemon.durable.durable_tier import PutResult, TierFailed, WriteGroup
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.reservations import ReserveResult
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
-from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import Bench, opened
 
 GRANTED, IN_PROGRESS = pb.RESERVE_OUTCOME_GRANTED, pb.RESERVE_OUTCOME_IN_PROGRESS
@@ -68,7 +68,7 @@ async def test_a_chunk_whose_failed_write_reached_the_disk_is_deleted_there() ->
     disk.fails = True
     async with opened(tier=disk) as bench:
         key, _ = await bench.put([1, 2])
-        await until(lambda: bench.store.stats().failed_writes > 0)
+        await until_async(lambda: bench.store.stats().failed_writes > 0)
         disk.fails = False
         assert disk.stored_keys() == [key]
         assert await bench.store.delete(bench.root(), key) == 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from benchmarks.polling import until_async
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
-from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import opened
 
 
@@ -17,7 +17,7 @@ async def test_what_failed_is_tried_again_while_other_chunks_are_written() -> No
         await bench.store._upkeep.stop()
         bench.tier.fail_applies(2)
         failed, _ = await bench.put([1])
-        await until(lambda: bench.store.stats().failed_writes == 1)
+        await until_async(lambda: bench.store.stats().failed_writes == 1)
         assert bench.store.stats().pending_writes == 1
         await bench.put([2])
         await bench.store.settle()
@@ -40,7 +40,7 @@ async def test_an_orderly_end_tries_once_more_what_failed() -> None:
         bench.tier.fail_applies(100)
         key, _ = await bench.put([1])
         child, _ = await bench.put([2], 1, key)
-        await until(lambda: bench.store.stats().failed_writes > 0)
+        await until_async(lambda: bench.store.stats().failed_writes > 0)
         bench.tier.heal()
     assert disk.stored_keys() == [key, child]
 

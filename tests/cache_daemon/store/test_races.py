@@ -11,13 +11,13 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
+from benchmarks.polling import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
-from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import opened
 
 PAGE = 4096
@@ -53,7 +53,7 @@ async def test_a_deleted_successor_takes_nothing_durable_along() -> None:
         longer, _ = await bench.put([1, 2, 3])
         assert await asyncio.to_thread(bench.tier.wait_until_held)
         deleting = asyncio.create_task(bench.store.delete(bench.root(), longer))
-        await until(lambda: bench.store.tiers.index.get(longer) is None)
+        await until_async(lambda: bench.store.tiers.index.get(longer) is None)
         bench.tier.let_go()
         assert await deleting == 1
         await bench.store.settle()
@@ -92,14 +92,16 @@ async def test_a_use_counts_that_comes_while_the_chunk_is_being_written() -> Non
     async with opened() as bench:
         bench.tier.hold()
         await bench.put([1])
-        await until(lambda: bench.tier.wait_until_held(0))
+        await until_async(lambda: bench.tier.wait_until_held(0))
         bench.clock.now += 60
         assert await bench.found([1]) == 1
         assert bench.store._persistence is not None
         bench.store._lookup.apply_all_touches()
         bench.store._persistence.write_recency()
         bench.tier.let_go()
-        await until(lambda: [found.last_use for found in bench.tier.inner.load()] == [int(bench.clock.now * 1000)])
+        await until_async(
+            lambda: [found.last_use for found in bench.tier.inner.load()] == [int(bench.clock.now * 1000)]
+        )
 
 
 async def test_nothing_continues_a_chunk_that_is_about_to_be_superseded() -> None:

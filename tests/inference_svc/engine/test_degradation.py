@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from tests.inference_svc.engine.test_exactness import prompt
 
 FLAGS = {"cache_timeout_ms": 200}
@@ -26,13 +27,6 @@ def ask(node: Node, ids: list[int]) -> tuple[list[int], int, float]:
     began = time.monotonic()
     result = node.client().generate(ids, max_tokens=8, temperature=0, ignore_eos=True, deadline=30)
     return result.token_ids, result.cached_tokens, time.monotonic() - began
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_without_a_daemon_requests_are_computed() -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from kvsidecar.errors import KVSidecarError
 from typer.testing import CliRunner
 
 from benchmarks.node import Node, free_port
+from benchmarks.polling import until
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 SMALL = ("--requests", "4", "--prefixes", "2", "--prefix-words", "150", "--question-words", "5", "--max-tokens", "4")
@@ -168,13 +169,6 @@ def test_what_skips_the_cache_is_in_no_hit_ratio() -> None:
     assert float(totals["prompt_tokens"]) == worker.prompt_tokens
     assert float(totals["prefix_cache_queries"]) == tokens
     assert float(totals["external_prefix_cache_queries"]) == tokens - worker.resident_tokens
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_costs_are_sentences() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,6 +13,7 @@ import openai
 import pytest
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES = [{"role": "user", "content": "hello there, I would like to book a table " * 8}]
@@ -181,13 +180,6 @@ def test_too_long_a_prompt_is_400_also_when_streaming(gateway: Gateway) -> None:
     response = httpx.post(f"{gateway.url}/v1/completions", json=body)
     assert response.status_code == 400
     assert "5000 tokens" in response.json()["error"]["message"]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_client_that_leaves_frees_its_request(gateway: Gateway, two: Node) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvsidecar.requests import to_request
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
@@ -29,7 +30,7 @@ def test_what_one_node_has_read_another_answers_from(tmp_path: Path) -> None:
                 history = history + question
                 history = history + a.client().generate(history, max_tokens=ANSWER_TOKENS, temperature=0).token_ids
                 a.settle()
-            _until(lambda: a.cache_stats().remote_written_chunks > 0 and a.cache_stats().remote_pending == 0)
+            until(lambda: a.cache_stats().remote_written_chunks > 0 and a.cache_stats().remote_pending == 0)
             # Fetch, whatever the demo model would take to compute; what comes too late serves the next request.
             request = to_request(history + questions[-1], max_tokens=ANSWER_TOKENS, temperature=0)
             request.cache.fetch = request.cache.skip_write = True
@@ -44,10 +45,3 @@ def test_what_one_node_has_read_another_answers_from(tmp_path: Path) -> None:
             server.stop()
             later = b.client().generate(document[::-1], max_tokens=ANSWER_TOKENS, temperature=0)
             assert len(later.token_ids) == ANSWER_TOKENS, "nobody needs the tier"
-
-
-def _until(done: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -14,8 +14,8 @@ from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from tests.cache_daemon.conftest import descriptor
-from tests.cache_daemon.rpc.test_cache_service import until
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from benchmarks.peer import Peer, descriptor
-from tests.cache_daemon.rpc.test_cache_service import until
+from benchmarks.polling import until
 
 IDS = [1, 2, 3, 4]
 

@@ -30,11 +30,11 @@ from kvsidecar.payload_wire import decode_message, encode_data
 
 from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
+from benchmarks.polling import until
 from benchmarks.proxy import Proxy
 from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.auth.conftest import ALICE, TENANTS
 from tests.cache_daemon.conftest import code_of, descriptor, payload_of
-from tests.cache_daemon.rpc.test_cache_service import until
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill
 from tests.kvsidecar.kv_transfer.test_transfer import TOKENS, Engine
 

@@ -28,8 +28,8 @@ from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
+from benchmarks.polling import until
 from tests.cache_daemon.conftest import descriptor
-from tests.cache_daemon.rpc.test_cache_service import until
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
 TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from benchmarks.polling import until_async
 from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, fleet_of, says
 
 CHAT = "/v1/chat/completions"
@@ -22,12 +22,6 @@ TIMEOUT_SECONDS = 60.0
 async def ask(client: httpx.AsyncClient, prefer: str = "", **more: Any) -> httpx.Response:
     headers = {"Prefer": prefer} if prefer else {}
     return await client.post(CHAT, json=BODY | more, headers=headers, timeout=TIMEOUT_SECONDS)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(TIMEOUT_SECONDS):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("wanted", ["", "wait=7"])
@@ -44,9 +38,9 @@ async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> N
     async with fleet_of(*peers) as (client, fleet):
         for peer in peers:
             peer.served = dict(STARTING)
-        await until(lambda: not fleet.discovery.alive and all(node.starting for node in fleet.discovery.all))
+        await until_async(lambda: not fleet.discovery.alive and all(node.starting for node in fleet.discovery.all))
         waiting = asyncio.create_task(ask(client))
-        await until(lambda: fleet._proxy._wait._num_waiting)
+        await until_async(lambda: fleet._proxy._wait._num_waiting)
         assert (await ask(client, "wait=0")).status_code == 503, "who does not want to wait"
         assert not waiting.done()
         peers[1].served = dict(SERVED)
@@ -60,7 +54,7 @@ async def test_nobody_waits_for_nodes_that_start_nothing(monkeypatch: pytest.Mon
     async with fleet_of(away, other) as (client, fleet):
         away.served = STARTING | {"starting": False}
         other.served = dict(STARTING)
-        await until(lambda: not fleet.discovery.alive and fleet.discovery.all[1].starting)
+        await until_async(lambda: not fleet.discovery.alive and fleet.discovery.all[1].starting)
         assert (await ask(client)).status_code == 503
     start = Peer(served=dict(STARTING))
     async with fleet_of(start, worker_start_seconds=0.3) as (client, _):
