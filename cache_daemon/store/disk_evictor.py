@@ -15,7 +15,7 @@ from cache_daemon.store.yield_timer import YieldTimer
 # Eviction stops at the first share of the budget, so that it does not run at every write. If the disk is full although
 # usage is below the budget, eviction stops at the second share of the current usage.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
-# Maximal number of background evictions before other work runs on the event loop; they take about 4 ms.
+# Maximal number of background evictions before other work runs on the event loop; they take 4 to 25 ms.
 _MAX_EXTRA_EVICTIONS = 64
 
 log = structlog.get_logger("cache_daemon")

@@ -219,7 +219,7 @@ class WorkerConfig(ModelSettings):
     prefill_step_ms: int = Field(default=250, ge=0, le=600_000)
     """Maximum milliseconds of a step that prefills prompts while other requests decode, and so the longest gap in the
     streams of these requests. Prompts are prefilled in pieces of as many tokens as fit, at least 32. Their time to the
-    first token increases by a few percent. With 0, pieces always have batch_tokens."""
+    first token increases, because the other requests decode between the pieces. With 0, pieces have batch_tokens."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
     """Maximum sequences in a batch."""
     max_waiting: int = Field(default=1024, ge=1)
