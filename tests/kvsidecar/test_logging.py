@@ -51,3 +51,24 @@ def test_lines_go_where_standard_error_leads_now(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     structlog.get_logger().info("first")
     assert '"event": "first"' in file.getvalue()
+
+
+class Recorded(io.TextIOBase):
+    """Standard error that records each write."""
+
+    def __init__(self) -> None:
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return len(text)
+
+
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a node share their standard error: lines in two writes ran into each other."""
+    configure_logging("info")
+    monkeypatch.setattr(sys, "stderr", file := Recorded())
+    structlog.get_logger().info("first")
+    structlog.get_logger().info("second")
+    assert len(file.writes) == 2
+    assert all(line.endswith("}\n") for line in file.writes)

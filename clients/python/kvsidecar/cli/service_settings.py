@@ -158,7 +158,8 @@ def configure_logging(level: str, process: str = "") -> None:
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, name_process, *show],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", errors)),
+        # One write per line: the processes of a node share their standard error, and their lines must not mix.
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", errors)),
     )
 
 
