@@ -25,9 +25,9 @@ from kvsidecar.errors import KVSidecarError
 from benchmarks import report
 from benchmarks.chaos.attacks import KINDS, PROMPTS, FaultScenario, RoundOutcome, small_disk
 from benchmarks.chaos.victim_load import VictimLoad
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
 from benchmarks.peer import Peer
-from benchmarks.polling import until
 
 # Number of rounds per kind, relative to one round of the other kinds. Kills get most rounds: they fail in most ways.
 _SHARES = {"kill_daemon": 10, "kill_daemon_and_supervisor": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
@@ -124,7 +124,7 @@ def full_disk() -> list[RoundOutcome]:
             stored = [[n] * 400 for n in range(100)]
             for ids in stored:
                 peer.try_put(ids, 400)
-            until(lambda: bool(peer.stats().failed_writes))
+            until(lambda: bool(peer.stats().failed_writes), 20.0)
             outcome.wrong += sum(peer.read(ids) != 400 for ids in stored)
             began = time.monotonic()
             subprocess.run(["mount", "-o", "remount,size=256m", str(node.folder / "small")], check=True)

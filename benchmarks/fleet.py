@@ -33,9 +33,9 @@ from kvsidecar.errors import ConfigurationError
 
 from benchmarks import report
 from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.condition_wait import until
 from benchmarks.network_links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node
-from benchmarks.polling import until
 from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_valkey
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8

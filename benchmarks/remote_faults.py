@@ -35,9 +35,9 @@ from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
 from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.condition_wait import until
 from benchmarks.network_links import LOOPBACK, impaired, link, why_none
 from benchmarks.node import Node
-from benchmarks.polling import until
 from benchmarks.proxy import Proxy
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 

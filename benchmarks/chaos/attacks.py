@@ -19,9 +19,9 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 
 from benchmarks.chaos.fuzzer import fuzz
 from benchmarks.chaos.victim_load import DurableChunkWatcher, VictimLoad, paths
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
 from benchmarks.peer import Peer, payload_of
-from benchmarks.polling import until
 
 PROMPTS = 240
 _POLL_SECONDS = 0.005
@@ -174,7 +174,7 @@ def stop_writer(scene: FaultScenario) -> RoundOutcome:
     assert writer.stdout.readline().strip() == "half"
     writer.send_signal(signal.SIGSTOP)
     peer, ids = Peer(scene.node), [token] * 4000
-    until(lambda: not any(s.reservations for s in peer.stats().session_details if s.client_name == "peer"))
+    until(lambda: not any(s.reservations for s in peer.stats().session_details if s.client_name == "peer"), 20.0)
     stored = peer.try_put(ids, 4000)
     writer.send_signal(signal.SIGCONT)
     wrong = 0

@@ -208,16 +208,17 @@ def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
     digest = _scoped(request.model.encode(), request.cache.tenant_salt)
     is_chat = request.prompt.WhichOneof("kind") == "chat"
     found: list[bytes] = []
-    size = 0
+    size, edge = 0, _BLOCK_BYTES
     for number, part in enumerate(_prompt_bytes(request.prompt)):
-        data, at = memoryview(part)[: _MAX_HASHED_BYTES - size], 0
-        while at < len(data):
-            block = data[at : at + _BLOCK_BYTES - size % _BLOCK_BYTES]
-            digest.update(block)
-            at, size = at + len(block), size + len(block)
-            if size % _BLOCK_BYTES == 0:
-                found.append(digest.digest()[:12])
-        if is_chat and size % _BLOCK_BYTES and number < _MAX_HASHED_MESSAGES:
+        data = memoryview(part)[: _MAX_HASHED_BYTES - size]
+        while size + len(data) >= edge:
+            digest.update(data[: edge - size])
+            data = data[edge - size :]
+            size, edge = edge, edge + _BLOCK_BYTES
+            found.append(digest.digest()[:12])
+        digest.update(data)
+        size += len(data)
+        if is_chat and data and number < _MAX_HASHED_MESSAGES:
             found.append(digest.digest()[:12])
     return found or [digest.digest()[:12]]
 

@@ -15,8 +15,8 @@ from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, TOKEN_BYTES
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from tests.cache_daemon.conftest import descriptor
 from tests.integrations.pools import LMCACHE
 from tests.kvsidecar.kv_transfer.test_reuse_metrics import Scraped, daemon

@@ -20,8 +20,8 @@ from kvsidecar.kv_transfer.block_copier import slots_of
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.conftest import descriptor
 from tests.integrations.connector_pair import Request, Status, Vllm

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import pytest
 import structlog
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.durable import group_commit_writer
 from cache_daemon.durable.durable_tier import OutOfSpace, Put, PutOutcome, PutResult, TierFailed, WriteGroup
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter

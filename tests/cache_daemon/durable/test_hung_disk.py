@@ -10,8 +10,8 @@ import time
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+from benchmarks.condition_wait import until_async
 from benchmarks.node import Node
-from benchmarks.polling import until_async
 from cache_daemon.durable import group_commit_writer
 from cache_daemon.store import shutdown
 from tests.cache_daemon.conftest import Peer

@@ -25,8 +25,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descriptor
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from cache_daemon.memory.arena import ALIGNMENT
 from cache_daemon.memory.fd_server import _REQUEST_TIMEOUT_SECONDS, serve_fds
 from cache_daemon.memory.shared_memory import SharedMemory

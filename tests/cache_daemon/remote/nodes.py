@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.durable.encryption import Cipher, NullCipher
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
 from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.condition_wait import until_async
 from benchmarks.node import free_port
-from benchmarks.polling import until_async
 from benchmarks.remote_servers import (
     AzureServer,
     RedisCluster,

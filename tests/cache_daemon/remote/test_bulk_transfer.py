@@ -13,8 +13,8 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.errors import FailedPrecondition, InvalidRequest, Unavailable
 
+from benchmarks.condition_wait import until_async
 from benchmarks.node import Node
-from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.remote.bulk_transfer import TransferProgress
 from tests.cache_daemon.conftest import Peer

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker, CircuitState

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.backend import Item, RemoteFailed
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend

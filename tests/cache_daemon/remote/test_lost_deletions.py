@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvsidecar import keys
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import deletion_epochs as store_marks
 from cache_daemon.remote import tombstone_sync

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.condition_wait import until_async
 from benchmarks.node import Node
 from benchmarks.peer import Peer
-from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.remote import deletion_epochs, tombstone_sync
 from cache_daemon.remote.address import Credentials, parse_remote

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvsidecar import keys
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend

@@ -9,8 +9,8 @@ import pytest
 from kvsidecar.errors import ConfigurationError
 
 from benchmarks.certificate_authority import CertificateAuthority
+from benchmarks.condition_wait import until_async
 from benchmarks.node import free_port
-from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.address import Credentials, credentials_of, parse_remote

@@ -14,8 +14,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
+from benchmarks.condition_wait import until_async
 from benchmarks.peer import Peer
-from benchmarks.polling import until_async
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.durable.lmdb_tier import LmdbTier

@@ -9,7 +9,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.fetch_request import FetchRequest

@@ -13,8 +13,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
 
 

@@ -16,8 +16,8 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import ServiceAddress
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from cache_daemon.rpc.request_validation import MESSAGE_BYTES
 from tests.cache_daemon.conftest import GEOMETRY, Peer, code_of, descriptor, payload_of
 from tests.cache_daemon.store.test_chunk_store import SLOT

@@ -18,8 +18,8 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
 from kvsidecar.chunk_layout import Geometry, new_header
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node, free_port
-from benchmarks.polling import until
 from cache_daemon.rpc import request_validation
 from tests.cache_daemon.conftest import Peer, code_of, descriptor
 

@@ -12,8 +12,8 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.conftest import Peer, code_of, payload_of
 

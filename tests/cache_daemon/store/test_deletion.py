@@ -8,7 +8,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.durable.durable_tier import PutResult, TierFailed, WriteGroup
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.reservations import ReserveResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import opened

@@ -11,7 +11,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Slot

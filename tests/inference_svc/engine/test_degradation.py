@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from tests.inference_svc.engine.test_exactness import prompt
 
 FLAGS = {"cache_timeout_ms": 200}

@@ -19,8 +19,8 @@ from kvsidecar.cli.root_command import app
 from kvsidecar.errors import KVSidecarError
 from typer.testing import CliRunner
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node, free_port
-from benchmarks.polling import until
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 SMALL = ("--requests", "4", "--prefixes", "2", "--prefix-words", "150", "--question-words", "5", "--max-tokens", "4")

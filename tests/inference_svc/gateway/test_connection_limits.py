@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Response
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from inference_svc.gateway import connection_limits
 from inference_svc.gateway.connection_limits import MAX_PIPELINED
 from tests.inference_svc.gateway.http_server import gateway_process, listening, refused, said_to

@@ -12,8 +12,8 @@ import jsonschema
 import openai
 import pytest
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES = [{"role": "user", "content": "hello there, I would like to book a table " * 8}]

@@ -24,7 +24,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.process.node_report import SERVING, STARTING, read_reports
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from inference_svc.node.liveness_probe import GrpcProbe
 from inference_svc.node.restarting_process import RestartingProcess
 from inference_svc.node.supervisor import ServeConfig, Supervisor
@@ -78,7 +78,7 @@ async def test_a_child_that_does_not_answer_or_says_not_serving_is_killed_and_st
         assert child.process is not None
         first, began = child.process, time.monotonic()
         os.kill(first.pid, number)
-        await until_async(lambda: child.process is not first and child.report.state == SERVING)
+        await until_async(lambda: child.process is not first and child.report.state == SERVING, DEADLINE_SECONDS)
         assert first.returncode == -signal.SIGKILL
         assert time.monotonic() - began >= LIVENESS_SECONDS / 2
         assert (child.report.kills, child.report.deaths) == (1, 0)
@@ -145,17 +145,17 @@ async def test_a_dead_cuda_context_ends_the_worker_with_its_code_and_it_is_start
             return str((await InferenceServiceStub(channel).Generate(request, timeout=60)).text)
 
     try:
-        await until_async(lambda: child.report.state == SERVING)
+        await until_async(lambda: child.report.state == SERVING, DEADLINE_SECONDS)
         assert child.process is not None
         first = child.process
         assert await generate()
         dead.touch()
         with pytest.raises(grpc.RpcError, match="the engine has stopped: EngineLost: cuda:0 computes no more"):
             await generate()
-        await until_async(lambda: first.returncode is not None)
+        await until_async(lambda: first.returncode is not None, DEADLINE_SECONDS)
         assert first.returncode == EXIT_ENGINE_STOPPED
         dead.unlink()
-        await until_async(lambda: child.process is not first and child.report.state == SERVING)
+        await until_async(lambda: child.process is not first and child.report.state == SERVING, DEADLINE_SECONDS)
         assert (child.report.deaths, child.report.kills) == (1, 0)
         assert await generate()
     finally:
@@ -167,7 +167,7 @@ async def test_a_dead_cuda_context_ends_the_worker_with_its_code_and_it_is_start
 
 async def test_a_child_that_loads_longer_than_it_may_be_silent_is_not_killed(tmp_path: Path) -> None:
     async with supervised(tmp_path, loading_seconds=2 * LIVENESS_SECONDS) as child:
-        await until_async(lambda: child.process is not None)
+        await until_async(lambda: child.process is not None, DEADLINE_SECONDS)
         assert read_reports(tmp_path, os.getpid())["worker-0"].state == STARTING
         first = child.process
         await asyncio.wait_for(child.ready.wait(), DEADLINE_SECONDS)

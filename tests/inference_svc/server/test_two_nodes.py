@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from kvsidecar.requests import to_request
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())

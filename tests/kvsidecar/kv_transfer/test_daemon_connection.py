@@ -13,8 +13,8 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.net.channel import ServiceAddress
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from tests.cache_daemon.conftest import descriptor
 
 

@@ -15,9 +15,9 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import ServiceAddress
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
 from benchmarks.peer import Peer, descriptor
-from benchmarks.polling import until
 
 IDS = [1, 2, 3, 4]
 

@@ -29,8 +29,8 @@ from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.payload_wire import decode_message, encode_data
 
 from benchmarks.certificate_authority import CertificateAuthority
+from benchmarks.condition_wait import until
 from benchmarks.node import Node, free_port
-from benchmarks.polling import until
 from benchmarks.proxy import Proxy
 from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.auth.conftest import ALICE, TENANTS

@@ -27,8 +27,8 @@ from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import ServiceAddress
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from benchmarks.polling import until
 from tests.cache_daemon.conftest import descriptor
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.polling import until_async
+from benchmarks.condition_wait import until_async
 from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, fleet_of, says
 
 CHAT = "/v1/chat/completions"
