@@ -24,13 +24,14 @@ class HintApplier:
 
     def record_match(self, path: Sequence[Chunk], contents: Sequence[Chunk], hints: PromptHints) -> None:
         """Apply a request's hints to its matched prefix and content matches."""
-        for chunk in (*path[-1:], *contents):
-            self.ttl.extend(chunk, hints.at(chunk.start_position).expires_at)
         if hints.retained:
             for chunk in (*path, *contents):
                 at = hints.at(chunk.start_position)
                 self.ttl.extend(chunk, at.expires_at)
                 self.retained.extend(chunk, at.retained_until)
+        else:
+            for chunk in (*path[-1:], *contents):
+                self.ttl.extend(chunk, hints.expires_at)
         for chunk in (*path, *contents):
             self._share(chunk, hints.group, hints.low_priority)
 

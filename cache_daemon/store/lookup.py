@@ -159,7 +159,7 @@ class Lookup:
             began = time.perf_counter()
             if missing:
                 await self._promoter.promote(missing)
-            if len(prefix) > _SLICE:
+            if len(prefix) + len(content_hits) > _SLICE:
                 await asyncio.sleep(0)
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
             if session.closed:
