@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvsidecar.byte_sizes import format_size
@@ -12,6 +14,7 @@ from kvsidecar.byte_sizes import format_size
 from cache_daemon.durable.durable_tier import PAGE_BYTES, OutOfSpace
 from cache_daemon.durable.lmdb_file import LmdbCorruption, MetaPage, PageFile
 from cache_daemon.durable.page_walk import PageWalk
+from cache_daemon.durable.record_format import Record
 
 # Errors of a full disk, an exhausted quota, or a file size limit.
 DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -37,33 +40,55 @@ class DiskSpace:
         """Return the map size for chunks. A file that is already larger keeps its size until compaction."""
         return max(self.max_bytes - self.reserve_bytes, needed_bytes)
 
-    def reserve(self, data: Path, file: PageFile, meta: MetaPage, size_bytes: int, map_bytes: int) -> None:
+    def reserve(self, data: Path, file: PageFile, meta: MetaPage, records: Sequence[Record], map_bytes: int) -> bool:
         """Allocate disk space for a group of chunks and for removals after it.
 
         Extends the file beyond the part that LMDB has filled, because the file system cannot refuse allocated space
-        later. On a full disk a group may still use free pages of the file, if enough are left. Raises OutOfSpace,
-        OSError.
+        later. Returns False if the disk is full, but the group fits into free parts of the file. Raises OutOfSpace if
+        it does not, and OSError.
         """
         reserve = min(self.reserve_bytes, _DISK_RESERVE_BYTES)
+        size_bytes = sum(record.stored_bytes for record in records)
         wanted = min(meta.needed_bytes + size_bytes + _TREE_PAGES * PAGE_BYTES + reserve, map_bytes)
         if file.size_bytes >= wanted:
-            return
+            return True
         try:
             allocate(data, file.size_bytes, wanted)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            free = self._free_bytes(file, meta)
-            if free < size_bytes + reserve:
-                needed, left = format_size(size_bytes), format_size(max(0, free - reserve))
-                raise OutOfSpace(f"the disk is full: {needed} are to be stored, the file has {left} left") from error
+            runs = self._free_runs(file, meta)
+            if sum(runs) * PAGE_BYTES < size_bytes + reserve or not _fit([r.value_pages for r in records], runs):
+                left, adjacent = format_size(sum(runs) * PAGE_BYTES), format_size(max(runs, default=0) * PAGE_BYTES)
+                raise OutOfSpace(
+                    f"the disk is full: {format_size(size_bytes)} are to be stored; the file has {left} free, "
+                    f"at most {adjacent} in one piece"
+                ) from error
+            return False
+        return True
 
     @staticmethod
-    def _free_bytes(file: PageFile, meta: MetaPage) -> int:
+    def _free_runs(file: PageFile, meta: MetaPage) -> list[int]:
+        """Return the lengths in pages of the file's free parts that the next transaction may use."""
         try:
-            return sum(PageWalk(file, meta).free_pages()) * PAGE_BYTES
+            free = PageWalk(file, meta).free_pages(before=meta.transaction)
         except LmdbCorruption:
-            return 0
+            return []
+        return [len(run) for run in bytes(free).split(b"\0") if run]
+
+
+def _fit(values: Sequence[int], runs: Sequence[int]) -> bool:
+    """Return True if values fit into free parts of a file; both are numbers of adjacent pages.
+
+    The longest values come first, each into the longest part that is left.
+    """
+    left = [-run for run in runs]
+    heapq.heapify(left)
+    for value in sorted(values, reverse=True):
+        if not left or -left[0] < value:
+            return False
+        heapq.heapreplace(left, left[0] + value)
+    return True
 
 
 def is_full(folder: Path, wanted_bytes: int) -> bool:

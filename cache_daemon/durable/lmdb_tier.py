@@ -243,10 +243,10 @@ class LmdbTier:
 
     def _write(self, group: WriteGroup, changes: WriteBatch) -> None:
         size = sum(packed.record.stored_bytes for packed in changes.stored.values())
+        full = False
         try:
             self._check_removals(changes)
-            if changes.stored:
-                self._disk_space.reserve(self._folder.data, self._file, self._meta, size, self._env.map_bytes)
+            full = bool(changes.stored) and not self._reserve(changes)
             try:
                 self._transact(group, changes)
             except OutOfSpace:
@@ -258,9 +258,28 @@ class LmdbTier:
             raise TierFailed(f"the store is damaged: {error}") from error
         except (TierFailed, OSError) as error:
             self._fail()
-            if isinstance(error, ShortWrite) and is_full(self._folder.path, size + PROBE_BYTES):
+            if isinstance(error, ShortWrite) and (full or is_full(self._folder.path, size + PROBE_BYTES)):
                 raise OutOfSpace(f"the disk is full: {error}") from error
             raise TierFailed(str(error)) from error
+
+    def _reserve(self, changes: WriteBatch) -> bool:
+        """Reserve disk space for the chunks of a group; see ``DiskSpace.reserve``.
+
+        If there is none, commits an empty transaction and tries again: only then does LMDB reuse the pages that the
+        last transaction freed.
+        """
+        records = [packed.record for packed in changes.stored.values()]
+        data, map_bytes = self._folder.data, self._env.map_bytes
+        try:
+            return self._disk_space.reserve(data, self._file, self._meta, records, map_bytes)
+        except OutOfSpace as refusal:
+            try:
+                self._transact(WriteGroup(), WriteBatch(self._entries, self._children))
+            except ShortWrite:
+                self._fail()
+                raise refusal from None
+            self._refresh_meta()
+            return self._disk_space.reserve(data, self._file, self._meta, records, map_bytes)
 
     def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
         """Apply a group with the part of the map that is reserved for removals.

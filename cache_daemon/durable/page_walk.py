@@ -146,16 +146,18 @@ class PageWalk:
         self.take(node.offset // PAGE_BYTES, count)
         return count
 
-    def free_pages(self) -> bytearray:
-        """Return a byte per page: 1 for free pages.
+    def free_pages(self, before: int | None = None) -> bytearray:
+        """Return a byte per page: 1 for free pages; with ``before``, only those that an earlier transaction freed.
 
-        Raises LmdbCorruption when a page is free twice, or outside the file.
+        LMDB does not reuse a page in the transaction after the one that freed it. Raises LmdbCorruption when a page is free twice, or outside the file.
         """
         free = bytearray(len(self.used))
         for node in self.nodes(self.meta.free, order=lambda key: int.from_bytes(key, "little")):
             record = node.value if node.value is not None else self.file.read(node.offset, node.size_bytes)
             if len(record) < 8 or len(node.key) != 8:
                 raise LmdbCorruption("a record of free pages is too short")
+            if before is not None and int.from_bytes(node.key, "little") >= before:
+                continue
             (count,) = struct.unpack_from("<Q", record)
             if 8 + 8 * count > len(record):
                 raise LmdbCorruption("a record of free pages is too short")

@@ -25,7 +25,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import layout_of
 from kvsidecar.errors import KVSidecarError
 
-from cache_daemon.durable.durable_tier import whole_pages
+from cache_daemon.durable.durable_tier import PAGE_BYTES, whole_pages
 from cache_daemon.durable.encryption import Cipher, DecryptError
 
 FORMAT = b"2"
@@ -59,7 +59,12 @@ class Record(NamedTuple):
         header = 8 + keys.HASH_BYTES + _PREFIX.size + len(self.encrypted_header) + _CHECKSUM_BYTES
         # Leaves of keys in random order are two thirds full.
         cost = header * 3 // 2 if header <= _LARGEST_NODE_BYTES else whole_pages(header)
-        return whole_pages(max(self.stored_length, MINIMUM_VALUE_BYTES)) + cost + _INDEX_BYTES
+        return self.value_pages * PAGE_BYTES + cost + _INDEX_BYTES
+
+    @property
+    def value_pages(self) -> int:
+        """Number of adjacent pages of the stored payload."""
+        return whole_pages(max(self.stored_length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES
 
 
 def _checksum(database: bytes, key: bytes, value: bytes) -> bytes:

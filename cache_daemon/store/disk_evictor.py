@@ -15,6 +15,8 @@ from cache_daemon.store.yield_timer import YieldTimer
 # Eviction stops at the first share of the budget, so that it does not run at every write. If the disk is full although
 # usage is below the budget, eviction stops at the second share of the current usage.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
+# If chunks still do not fit then, eviction goes on until this share of the chunks at the outage's start is left.
+_FULL_DISK_FLOOR = 0.5
 # Maximal number of background evictions before other work runs on the event loop; they take 4 to 25 ms.
 _MAX_EXTRA_EVICTIONS = 64
 
@@ -28,6 +30,7 @@ class DiskEvictor:
         self._tiers, self.quotas, self.budget_bytes = tiers, quotas, budget_bytes
         # Limit and eviction target of the tier; the limit is lower than the budget while the disk is full.
         self._max_bytes = self._target_bytes = float(budget_bytes)
+        self._floor_bytes = 0.0  # see shrink_further
 
     def has_space(self, chunk: Chunk, size_bytes: int) -> bool:
         """Return True if a chunk fits into the tier without an eviction."""
@@ -63,8 +66,15 @@ class DiskEvictor:
 
     def begin_shrinking(self) -> None:
         """Evict in the background, because the disk is full below the budget."""
+        self._floor_bytes = self.quotas.used_bytes * _FULL_DISK_FLOOR
         self._target_bytes = self.quotas.used_bytes * _FULL_DISK_WATERMARK
         self._shrink_some()
+
+    def shrink_further(self) -> None:
+        """Evict again, because the disk is still full, but leave half of what was stored at ``begin_shrinking``."""
+        if self._floor_bytes < self.quotas.used_bytes <= self._target_bytes:
+            self._target_bytes = max(self._floor_bytes, self.quotas.used_bytes * _FULL_DISK_WATERMARK)
+            self._shrink_some()
 
     def lower_limit(self) -> None:
         """Limit the tier to its present size, because the disk is full."""

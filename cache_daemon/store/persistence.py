@@ -23,6 +23,7 @@ from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
+_RETRY_SECONDS = 1.0  # interval of ``retry``
 _MAX_RETRIES_IN_FLIGHT = 256
 # Delay of ``persist_delayed``, in which the fetching request can use the cores.
 _DELAY_SECONDS = 1.0
@@ -260,12 +261,20 @@ class Persistence:
         self._tiers.counters.failed_writes += 1
         chunk.write_state.maybe_on_disk = chunk.write_state.maybe_on_disk or outcome is PutOutcome.FAILED
         if outcome is PutOutcome.OUT_OF_SPACE:
+            now = time.monotonic()
             if not self._is_full:
-                self._full_since = time.monotonic()
+                self._full_since = now
                 self.evictor.begin_shrinking()
-            self._full_at = time.monotonic()
+            elif now - self._full_at > _RETRY_SECONDS / 2:  # one eviction for all chunks of a failed group
+                self._writer.flush(self._shrink_further)
+            self._full_at = now
             self.evictor.lower_limit()
         self._failed[chunk] = None
+
+    def _shrink_further(self, flushed: PutResult) -> None:
+        """Evict again once the removals of the last eviction are on disk, unless the disk refuses removals, too."""
+        if flushed.outcome is PutOutcome.STORED:
+            self.evictor.shrink_further()
 
     def _on_unindexed(self, chunk: Chunk) -> None:
         self._failed.pop(chunk, None)

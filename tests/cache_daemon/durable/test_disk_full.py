@@ -137,7 +137,7 @@ def test_a_full_disk_refuses_chunks_and_never_removals(small_disk: Path) -> None
 def test_a_fragmented_store_on_a_full_disk_says_that_it_is_full(small_disk: Path) -> None:
     """What is free in the file lies in pieces then; LMDB lengthens the file, and calls what the disk refuses EIO."""
     tier = opened(small_disk / "store", 1 << 30)
-    rng, live, refused = random.Random(5), list[Put](), 0
+    rng, live, refused, environment = random.Random(5), list[Put](), 0, tier._env
     for number in range(300):
         put = chunk([number], payload=rng.randbytes(rng.randint(4_000, 150_000)))
         try:
@@ -148,7 +148,17 @@ def test_a_fragmented_store_on_a_full_disk_says_that_it_is_full(small_disk: Path
             gone = [live.pop(rng.randrange(len(live))) for _ in range(1 + len(live) // 10)]
             tier.apply(WriteGroup(remove=tuple(key_of(one) for one in gone)))
     assert refused > 20
+    assert tier._env is environment, "a chunk that does not fit is refused before LMDB fails to write it"
     assert read(tier, *live) == [ReadResult.OK] * len(live)
+    tier.close()
+
+
+def test_pages_that_the_last_transaction_freed_are_used_at_once(small_disk: Path) -> None:
+    tier = opened(small_disk / "store", 1 << 30)
+    puts = fill(tier)
+    tier.apply(WriteGroup(remove=tuple(key_of(put) for put in puts)))
+    one = chunk([10**6], payload=random.Random(1).randbytes(30_000 * len(puts) // 4))
+    assert store(tier, one) == [STORED]
     tier.close()
 
 

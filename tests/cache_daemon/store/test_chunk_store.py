@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from types import SimpleNamespace
 
 import pytest
 from kvsidecar import keys
@@ -13,7 +11,6 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 
 from cache_daemon.auth.tenant_limits import TenantLimits
-from cache_daemon.store import persistence
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.store_clock import WallClock
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -168,48 +165,6 @@ async def test_a_child_is_never_durable_without_its_parent() -> None:
         await bench.store.settle()
         stored = {item.header.prefix_hash for item in inner.load()}
         assert not stored or parent in stored
-
-
-async def test_a_full_disk_makes_room_and_heals() -> None:
-    inner = MemoryTier()
-    async with opened(tier=inner, arena_bytes=40 * SLOT, budget_bytes=1 << 20) as bench:
-        for i in range(20):
-            await bench.put([i])
-        await bench.store.settle()
-        before = bench.store.stats().durable_chunks
-        bench.tier.fill_up(3)
-        await bench.put([100])
-        for _ in range(100):
-            if not bench.store.tiers.writer or bench.store.stats().durable_evictions:
-                break
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(1.5)
-        await bench.store.settle()
-        stats = bench.store.stats()
-        assert stats.durable_evictions > 0
-        assert stats.durable_chunks < before + 1
-        assert await bench.found([100]) == 1
-
-
-async def test_statistics_are_told_at_the_moment_when_a_full_disk_is_well_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with opened() as bench:
-        bench.tier.fill_up(2)
-        await bench.put([1])
-        await bench.store.settle()
-        heard = asyncio.Event()
-        assert bench.store.tiers.writer is not None
-        bench.store.tiers.writer.note(b"n", b"1", lambda _: heard.set())  # small things can be written
-        await asyncio.wait_for(heard.wait(), 10)
-        assert bench.store._persistence is not None
-        told = list[str]()
-        for first in (2, 3, 4):  # it counts as full for five seconds, which end between any two readings of the clock
-            readings = itertools.count(bench.store._persistence._full_at + first)
-            clock = SimpleNamespace(monotonic=lambda readings=readings: next(readings))
-            monkeypatch.setattr(persistence, "time", clock)
-            told += [bench.store.stats().durable_failing for _ in range(3)]
-    assert set(told) == {"the disk is full", ""}
 
 
 async def test_everything_durable_is_there_after_a_restart_with_recency_and_pins() -> None:
