@@ -22,6 +22,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention, cpu_graph
 from inference_svc.model_runner.cpu_graph import CpuGraph
 from inference_svc.model_runner.forward_batch import ForwardBatch, keep_logit_rows
+from inference_svc.model_runner.rope_table import RopeTable
 from inference_svc.models.fused_layer_weights import (
     FusedLayerWeights,
     LayerWidths,
@@ -46,7 +47,7 @@ class _LayerPass:
     ) -> None:
         rows, self.see = hidden.shape[0], see
         self.batch, self.real, self.hidden = batch, batch.real, hidden
-        self.angles = layers.angles(batch.positions, hidden)
+        self.angles = layers.rope_table.at(batch.positions, hidden)
         self.normed = torch.zeros_like(hidden)
         self.queries = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
         self.attended = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
@@ -91,8 +92,8 @@ class FusedLayers:
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self.widths = LayerWidths(heads, kv_heads, head_dim(config), int(config.intermediate_size))
-        self._rotary = model.model.rotary_emb
-        self._cos = self._sin = torch.empty(0, self.widths.dim)
+        positions = int(getattr(config, "max_position_embeddings", 2048))
+        self.rope_table = RopeTable(model.model.rotary_emb, positions, self.widths.dim)
         self._layers = given or [make_layer(layer, *take_weights(layer)) for layer in model.model.layers]
         self._source = source
         self._final_norm = norm_weight(model.model.norm)
@@ -118,7 +119,7 @@ class FusedLayers:
             and cpu_graph.can_capture(batch)
             and (chain := self._chain(hidden, batch)) is not None
         ):
-            states = chain.run(hidden, batch, self.angles(batch.positions, hidden))
+            states = chain.run(hidden, batch, self.rope_table.at(batch.positions, hidden))
             return states.index_select(0, batch.logit_rows)
         last = len(self._layers) - 1
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
@@ -227,12 +228,3 @@ class FusedLayers:
             except cpu_graph.NotCapturable:
                 graphs[capacity] = None
         return graphs[capacity]
-
-    def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns RoPE cosines and sines ``[rows, dim]``, from a table that the model's rotary module fills."""
-        longest = int(positions.max()) + 1
-        if longest > len(self._cos):
-            size = 1 << (longest - 1).bit_length()
-            cos, sin = self._rotary(like[None, :1], torch.arange(size)[None])
-            self._cos, self._sin = cos[0].float(), sin[0].float()
-        return self._cos[positions], self._sin[positions]
