@@ -149,7 +149,8 @@ class PageWalk:
     def free_pages(self, before: int | None = None) -> bytearray:
         """Return a byte per page: 1 for free pages; with ``before``, only those that an earlier transaction freed.
 
-        LMDB does not reuse a page in the transaction after the one that freed it. Raises LmdbCorruption when a page is free twice, or outside the file.
+        LMDB does not reuse a page in the transaction after the one that freed it. Raises LmdbCorruption when a page is
+        free twice, or outside the file.
         """
         free = bytearray(len(self.used))
         for node in self.nodes(self.meta.free, order=lambda key: int.from_bytes(key, "little")):
