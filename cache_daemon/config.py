@@ -9,7 +9,7 @@ from kvsidecar.byte_sizes import parse_size
 from kvsidecar.durations import parse_duration
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
-from kvsidecar.telemetry.otlp_export import validate_endpoint
+from kvsidecar.telemetry.otel_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 

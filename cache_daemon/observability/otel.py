@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.errors import Context
-from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
+from kvsidecar.telemetry.otel_export import OtelProviders, otlp_providers
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from cache_daemon.observability.reuse_metrics import COUNTERS as COUNTERS_OF_REUSE
@@ -44,7 +44,7 @@ class Telemetry:
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
     """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without an endpoint.
 
-    ``telemetry.otlp_export.otlp_providers`` describes the rules. Raises ConfigurationError without the packages.
+    ``telemetry.otel_export.otlp_providers`` describes the rules. Raises ConfigurationError without the packages.
     """
     async with otlp_providers(SERVICE_NAME, endpoint) as providers:
         yield Telemetry() if providers is None else telemetry_for(providers)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway.api_keys import ApiKeys
@@ -58,9 +57,3 @@ async def without_answer(pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[Ch
     async for piece in pieces:
         drop_answer(piece.part, pb.FINISH_REASON_STOP)
         yield piece
-
-
-def event_stream(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """Return a response of server-sent events that no proxy buffers."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)

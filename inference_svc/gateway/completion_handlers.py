@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.answer_services import AnswerServices, event_stream, without_answer
+from inference_svc.gateway.answer_services import AnswerServices, without_answer
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest, GenerationOptions
 from inference_svc.gateway.openai_writer import OpenAIWriter
 from inference_svc.gateway.prompt_cache_options import is_prewarm, limit_to_prompt
 from inference_svc.gateway.request_log import log_line
@@ -24,7 +25,7 @@ from inference_svc.gateway.request_runner import (
     share_prompt_logprobs,
     with_grammar_option,
 )
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest, GenerationOptions
+from inference_svc.gateway.server_sent_events import event_stream
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.process.runtime_dir import default_runtime_dir
-from kvsidecar.telemetry.otlp_export import validate_endpoint
+from kvsidecar.telemetry.otel_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 

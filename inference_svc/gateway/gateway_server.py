@@ -21,8 +21,8 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir
-from kvsidecar.telemetry.otlp_export import otlp_providers
-from kvsidecar.telemetry.tracing import NOOP_TRACER
+from kvsidecar.telemetry.otel_export import otlp_providers
+from kvsidecar.telemetry.tracer import NOOP_TRACER
 
 from inference_svc.gateway.connection_limits import ConnectionLimits, bounded, max_connections
 from inference_svc.gateway.drain import Drain

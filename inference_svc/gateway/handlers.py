@@ -24,7 +24,7 @@ from inference_svc.gateway import openai_fields
 from inference_svc.gateway.answer_services import AnswerServices
 from inference_svc.gateway.anthropic_api.count_tokens import CountTokens
 from inference_svc.gateway.anthropic_api.messages_handler import MessagesHandler
-from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
+from inference_svc.gateway.anthropic_api.messages_request import MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.cache_hints import ReleaseBody, release_session
@@ -43,6 +43,7 @@ from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.lora_routes import LoraRoutes
 from inference_svc.gateway.model_aliases import ModelAliases, parse_aliases
 from inference_svc.gateway.node_view import NodeView
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openapi import encoded_document
 from inference_svc.gateway.prompt_pins import PinBody, UnpinBody, pin_prompt, unpin_prompt
 from inference_svc.gateway.request_history import RequestHistory
@@ -50,10 +51,9 @@ from inference_svc.gateway.request_parser import RequestParser, Salted
 from inference_svc.gateway.request_runner import (
     RequestRunner,
 )
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
 from inference_svc.gateway.responses_api.responses_handler import ResponsesHandler
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info

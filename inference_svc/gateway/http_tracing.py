@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.telemetry.tracing import NOOP_SPAN, Span, Tracer
+from kvsidecar.telemetry.tracer import NOOP_SPAN, Span, Tracer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SERVICE_NAME = "kvsidecar-gateway"

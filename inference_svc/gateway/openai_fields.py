@@ -177,9 +177,3 @@ def _top(p: pb.TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
 def json_bytes(value: Any) -> bytes:
     """Encode JSON piece by piece, so that a thread that encodes a large value does not block the event loop."""
     return "".join(_ENCODER.iterencode(value)).encode()
-
-
-def event(data: dict[str, Any] | str) -> bytes:
-    """Encode one server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()

@@ -13,11 +13,12 @@ from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_fields
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openai_tools import call_delta_fields, whole_calls
 from inference_svc.gateway.prompt_cache_options import drop_answer
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.server_sent_events import encode_event
 
 # A longer path is hardly a misspelled one, so it is not compared with the served paths.
 _LONGEST_PATH = 100
@@ -41,7 +42,7 @@ def error_response(error: KVSidecarError) -> JSONResponse:
 
 def error_event(error: KVSidecarError) -> bytes:
     """Return an error as the last event of a stream, in OpenAI's format."""
-    return openai_fields.event(_error_body(error))
+    return encode_event(_error_body(error))
 
 
 def _error_body(error: KVSidecarError) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class OpenAIWriter:
         if options is not None and options.include_usage:
             usage = openai_fields.usage([last[i].usage for i in sorted(last)], self._request.num_choices)
             yield self._bare_chunk({"usage": usage, "timings": openai_fields.timings(last[0].timings)})
-        yield openai_fields.event("[DONE]")
+        yield encode_event(b"[DONE]")
 
     def _events(self, piece: ChoiceChunk, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
         part, out = piece.part, []
@@ -186,7 +187,7 @@ class OpenAIWriter:
 
     def _bare_chunk(self, fields: dict[str, Any]) -> bytes:
         """Encode an event that concerns the whole request, so it has no choice."""
-        return openai_fields.event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
+        return encode_event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
 
     def _chunk(self, piece: ChoiceChunk, content: dict[str, Any], finish: str | None = None) -> bytes:
         body = {"index": piece.choice, "logprobs": None, **content, "finish_reason": finish}
@@ -198,7 +199,7 @@ class OpenAIWriter:
                 told["usage"] |= {"completion_tokens": 0, "total_tokens": told["usage"]["prompt_tokens"]}
             if piece.part.prompt_token_ids:
                 told["prompt_token_ids"] = list(piece.part.prompt_token_ids)
-        return openai_fields.event({**self._head, **told})
+        return encode_event({**self._head, **told})
 
     def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
         most = self._request.num_top_logprobs()

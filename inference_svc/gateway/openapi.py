@@ -13,14 +13,14 @@ from kvsidecar import __version__
 from pydantic.json_schema import models_json_schema
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH, is_messages_path
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
+from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.cache_hints import RELEASE_PATH, ReleaseBody
 from inference_svc.gateway.fleet_api import PIN_PATH, UNPIN_PATH, WARM_PATH, WarmBody
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.prompt_pins import PinBody, UnpinBody
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.responses_api.stored_response_routes import ConversationBody, ItemsBody
 from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
 

@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 from fastapi import Request
 from kvsidecar.errors import PermissionDenied
 
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
+from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.cache_hints import CacheFields, ReleaseBody
 from inference_svc.gateway.explain_header import ACROSS_TENANTS, requested_explain
+from inference_svc.gateway.openai_requests import ChatRequest, GenerationOptions
 from inference_svc.gateway.prompt_pins import UnpinBody
-from inference_svc.gateway.request_schema import ChatRequest, GenerationOptions
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
 from inference_svc.gateway.responses_api.input_items import ITEM, listed, to_messages
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.unsupported_options import parse
 
 Salted = TypeVar("Salted", bound=CacheFields | CountTokensRequest | ReleaseBody | UnpinBody)

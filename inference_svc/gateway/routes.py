@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
+from kvsidecar.telemetry.tracer import NOOP_TRACER, Tracer
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app

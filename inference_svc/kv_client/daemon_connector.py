@@ -29,7 +29,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
+from kvsidecar.kv_transfer.error_policy import ends_session, failure_text
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
@@ -361,37 +361,26 @@ class DaemonConnector:
     def _guard(self, sequence: Sequence, session: Session | None = None) -> Iterator[tuple[Session, bytes] | None]:
         """Yield the sequence's session and tenant root; count and log failures instead of raising them.
 
-        A failure is attributed to ``session``; without one, to the yielded session. A timeout or a refused call does
-        not end the session: the daemon undoes a call that timed out, and a refused call changed nothing. Any other
-        failure ends the session.
+        A failure is attributed to ``session``; without one, to the yielded session. ``error_policy`` says whether it
+        ends the session.
         """
         found = self._session(sequence)
         if session is None and found is not None:
             session = found[0]
         try:
             yield found
-        except grpc.RpcError as error:
-            self._count_failure()
-            if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                session.suspect()
-            elif session is not None and error.code() not in REFUSED_CODES:
+        except Exception as error:
+            with self._counting:
+                self.stats.failures += 1
+            if session is not None and ends_session(session, error):
                 session.finish()
-            log.warning("cache failed, computing instead", request=sequence.request.id, error=str(from_rpc(error)))
-        except (KVSidecarError, ConnectionError, ValueError) as error:
-            self._end_session(session)
-            log.warning("cache failed, computing instead", request=sequence.request.id, error=str(error))
-        except Exception:
-            self._end_session(session)
-            log.exception("cache failed, computing instead", request=sequence.request.id)
-
-    def _end_session(self, session: Session | None) -> None:
-        self._count_failure()
-        if session is not None:
-            session.finish()
-
-    def _count_failure(self) -> None:
-        with self._counting:
-            self.stats.failures += 1
+            is_expected = isinstance(error, (grpc.RpcError, KVSidecarError, ConnectionError, ValueError))
+            log.warning(
+                "cache failed, computing instead",
+                request=sequence.request.id,
+                error=failure_text(error),
+                exc_info=not is_expected,
+            )
 
 
 def _share_head(a: list[int], b: list[int]) -> bool:

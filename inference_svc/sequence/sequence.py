@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import MissReason
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.telemetry.tracing import NOOP_SPAN, Span
+from kvsidecar.telemetry.tracer import NOOP_SPAN, Span
 from numpy.typing import NDArray
 
 from inference_svc.context_reuse.reuse_plan import Positions

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import grpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.telemetry.otlp_export import OtelProviders
-from kvsidecar.telemetry.tracing import NOOP_SPAN, Span, error_name
+from kvsidecar.telemetry.otel_export import OtelProviders
+from kvsidecar.telemetry.tracer import NOOP_SPAN, Span, error_name
 
 from inference_svc.sequence.sequence import Sequence
 

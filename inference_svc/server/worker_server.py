@@ -14,7 +14,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServic
 from kvsidecar.net.grpc_server import Endpoint, serve_endpoint, stop_on_signals
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
-from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
+from kvsidecar.telemetry.otel_export import OtelProviders, otlp_providers
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv_pool.block_table import PAGE_TOKENS

@@ -18,7 +18,7 @@ from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.hint_options import HintOptions
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
-from kvsidecar.telemetry.tracing import context_metadata
+from kvsidecar.telemetry.tracer import context_metadata
 from kvsidecar.worker_targets import WorkerChannels
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest
+from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.request_parser import RequestParser
 from inference_svc.gateway.served_models import ServedModels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import MutableMapping
 from secrets import token_hex
 from typing import Any
@@ -11,6 +10,7 @@ from fastapi.responses import JSONResponse
 from kvsidecar.errors import KVSidecarError, status_of
 
 from inference_svc.gateway.openai_writer import error_event, error_response
+from inference_svc.gateway.server_sent_events import encode_event
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 REQUEST_ID = "request-id"
@@ -67,14 +67,8 @@ def error_event_for(scope: MutableMapping[str, Any], error: KVSidecarError) -> b
 
 def messages_error_event(error: KVSidecarError, request_id: str) -> bytes:
     """Return an error as the last event of a stream, in Anthropic's format."""
-    return event("error", envelope(str(error), _status(error), request_id))
+    return encode_event(envelope(str(error), _status(error), request_id), "error")
 
 
 def _status(error: KVSidecarError) -> int:
     return _CODES.get(error.reason, status_of(error)[1])
-
-
-def event(kind: str, body: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {kind}\ndata: {data}\n\n".encode()

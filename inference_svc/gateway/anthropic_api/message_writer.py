@@ -10,11 +10,12 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_fields
-from inference_svc.gateway.anthropic_api.error_envelope import event, messages_error_event
-from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
+from inference_svc.gateway.anthropic_api.error_envelope import messages_error_event
+from inference_svc.gateway.anthropic_api.messages_request import MessagesRequest
 from inference_svc.gateway.prompt_fingerprint import PromptComparison
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
+from inference_svc.gateway.server_sent_events import encode_event
 
 _ONE_HOUR_SECONDS = 3600
 _SIGNATURE = "kvsidecar"
@@ -50,8 +51,8 @@ class MessageWriter:
         self._streams = True
         usage = first.part.usage
         start = {**self._body, "content": [], "usage": self._usage(usage), **self._diagnostics(usage)}
-        yield event("message_start", {"type": "message_start", "message": start})
-        yield event("ping", {"type": "ping"})
+        yield encode_event({"type": "message_start", "message": start}, "message_start")
+        yield encode_event({"type": "ping"}, "ping")
         try:
             async for piece in prepend(first, pieces):
                 for sent in self._add(piece.part):
@@ -168,7 +169,7 @@ class MessageWriter:
         return self._event(kind, index=len(self._content) - 1, **body)
 
     def _event(self, kind: str, **body: Any) -> bytes:
-        return event(kind, {"type": kind, **body}) if self._streams else b""
+        return encode_event({"type": kind, **body}, kind) if self._streams else b""
 
 
 def message_id(request_id: str) -> str:

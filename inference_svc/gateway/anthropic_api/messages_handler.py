@@ -8,14 +8,15 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.answer_services import AnswerServices, event_stream
+from inference_svc.gateway.answer_services import AnswerServices
 from inference_svc.gateway.anthropic_api.error_envelope import request_id_of
 from inference_svc.gateway.anthropic_api.message_writer import MessageWriter, message_id
-from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
+from inference_svc.gateway.anthropic_api.messages_request import MessagesRequest
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.prompt_fingerprint import PromptComparison, earlier_id
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import first_chunk, with_grammar_option
+from inference_svc.gateway.server_sent_events import event_stream
 
 
 class MessagesHandler:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from secrets import token_hex
@@ -18,7 +17,8 @@ from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
 from inference_svc.gateway.responses_api.input_items import ITEM, to_messages
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
+from inference_svc.gateway.server_sent_events import encode_event
 
 
 class ResponseWriter:
@@ -268,11 +268,10 @@ class ResponseWriter:
         """
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_fields.json_bytes, body))
+        return encode_event(await asyncio.to_thread(openai_fields.json_bytes, body), kind)
 
     def _event(self, kind: str, **body: Any) -> bytes:
         if not self._streams:
             return b""
-        data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)
         self._sent += 1
-        return f"event: {kind}\ndata: {data}\n\n".encode()
+        return encode_event({"type": kind, "sequence_number": self._sent - 1, **body}, kind)

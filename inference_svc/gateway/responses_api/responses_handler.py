@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.answer_services import AnswerServices, event_stream, without_answer
+from inference_svc.gateway.answer_services import AnswerServices, without_answer
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.prompt_cache_options import is_prewarm, limit_to_prompt
 from inference_svc.gateway.prompt_fingerprint import PromptFingerprint, earlier_id
@@ -19,7 +19,8 @@ from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import first_chunk, with_grammar_option
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
+from inference_svc.gateway.server_sent_events import event_stream
 
 
 class ResponsesHandler:

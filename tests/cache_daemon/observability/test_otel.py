@@ -18,7 +18,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheServiceServicer_to_server
-from kvsidecar.telemetry.otlp_export import is_enabled, sdk_providers
+from kvsidecar.telemetry.otel_export import is_enabled, sdk_providers
 
 from benchmarks.node import Node, free_port
 from cache_daemon.auth.principal import OPERATOR

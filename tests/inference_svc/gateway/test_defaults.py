@@ -23,9 +23,9 @@ from kvsidecar.requests import REST_OF_CONTEXT
 
 from benchmarks.node import Node
 from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openai_writer import error_response
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 MESSAGES = [{"role": "user", "content": "say it again"}]

@@ -12,10 +12,10 @@ from kvsidecar.errors import KVSidecarError, status_of
 from pydantic import BaseModel
 
 from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openai_writer import error_response
 from inference_svc.gateway.openapi import document
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.unsupported_options import IGNORED, NEUTRAL
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from benchmarks.node import free_port
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.byte_budget import ByteBudget
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.http_server import listening, said_to
 

@@ -14,7 +14,7 @@ from benchmarks.node import Node
 from inference_svc.gateway.anthropic_api import content_blocks
 from inference_svc.gateway.anthropic_api.content_blocks import system_text
 from inference_svc.gateway.anthropic_api.error_envelope import MESSAGES_PATH
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest
+from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 from tests.inference_svc.gateway.messages_client import (
     GREEDY,

@@ -11,7 +11,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
 
 from inference_svc.gateway.anthropic_api import content_blocks
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, FunctionTool, MessagesRequest
+from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest, FunctionTool, MessagesRequest
 from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
 from tests.inference_svc.gateway.conftest import Gateway
 from tests.inference_svc.gateway.messages_client import HELLO, client_of

@@ -15,9 +15,9 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 from pydantic import BaseModel
 
 from inference_svc.gateway.fleet.fleet_router import prompt_prefix_hashes
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.prompt_cache_options import retention_seconds
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.unsupported_options import IGNORED, NEUTRAL
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from tests.inference_svc.gateway.conftest import Gateway

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from kvsidecar.telemetry.tracing import NOOP_SPAN, Attributes, Span, Tracer
+from kvsidecar.telemetry.tracer import NOOP_SPAN, Attributes, Span, Tracer
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.routes import create_app

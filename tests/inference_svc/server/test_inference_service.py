@@ -17,7 +17,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
 
 from inference_svc.context_reuse.chunking import DocumentMarks, new_chunker
-from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.unsupported_options import parse
 from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.server.inference_service import InferenceService

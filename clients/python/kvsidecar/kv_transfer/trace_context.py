@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.telemetry.tracing import SDK, context_metadata
+from kvsidecar.telemetry.tracer import SDK, context_metadata
 
 
 def with_trace_context(channel: grpc.Channel) -> grpc.Channel:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.cache_hints import CacheFields
 from inference_svc.gateway.chat_messages import TextAlone
-from inference_svc.gateway.request_schema import DEFAULT_LENGTH, MAX_LOGPROBS, ChatRequest
+from inference_svc.gateway.openai_requests import DEFAULT_LENGTH, MAX_LOGPROBS, ChatRequest
 from inference_svc.gateway.response_format import JsonSchema
 from inference_svc.gateway.responses_api.input_items import InputItem, Item, ItemReference, MessageItem
 

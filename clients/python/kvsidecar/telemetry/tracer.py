@@ -1,6 +1,6 @@
 """Tracing interface (spans, tracers, W3C Trace Context), with a no-op implementation.
 
-``telemetry.otlp_export`` implements it with OpenTelemetry; the classes here do nothing, for processes that do not
+``telemetry.otel_export`` implements it with OpenTelemetry; the classes here do nothing, for processes that do not
 trace. Times are those of ``time.perf_counter``, in seconds. https://www.w3.org/TR/trace-context/
 """
 

@@ -18,7 +18,7 @@ from inference_svc.gateway.anthropic_api.content_blocks import (
 )
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.cache_hints import MAX_BREAKPOINTS, CacheSession
-from inference_svc.gateway.request_schema import ChatRequest
+from inference_svc.gateway.openai_requests import ChatRequest
 from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
 
 _MAX_STOPS = 8

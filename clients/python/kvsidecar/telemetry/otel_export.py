@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.errors import Cancelled, ConfigurationError
-from kvsidecar.telemetry.tracing import Attributes, Metadata, Span, Tracer, error_name
+from kvsidecar.telemetry.tracer import Attributes, Metadata, Span, Tracer, error_name
 
 ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
