@@ -85,9 +85,9 @@ def link(gbit: float) -> Iterator[Link]:
 
 @contextmanager
 def impaired(at: Link, *how: str) -> Iterator[bool]:
-    """Impair packets to the other host with ``netem`` during the block, such as by ``delay 200ms loss 5%``.
+    """Impair packets to the other host while the ``with`` block runs, such as by ``delay 200ms loss 5%`` of ``netem``.
 
-    If the kernel has no netem, or the link is the loopback, nothing is impaired and the block gets False.
+    If the kernel has no netem, or the link is the loopback, nothing is impaired and the context yields False.
     """
     try:
         if at.device:

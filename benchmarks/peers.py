@@ -64,7 +64,7 @@ class Bench:
 
     @contextmanager
     def running(self, name: str) -> Iterator[EngineArm]:
-        """Run a system during the block. Raises one of ``_FAILURES`` if the system is not available."""
+        """Run a system while the ``with`` block runs. Raises one of ``_FAILURES`` if the system is not available."""
         with ExitStack() as stack:
             if name in _OURS:
                 flags = {"dtype": self._dtype, "weights": _OURS[name]}

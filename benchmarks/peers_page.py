@@ -35,15 +35,15 @@ _ABOUT = {
         "Each system reads new documents, answers a question about each, and answers another one after SIGKILL and a "
         "new process. A system without persistence computes the document again. `ours` is our worker with 16-bit "
         "weights, `ours_w8` and `ours_w4` with 8 and 4 bits. The list above each table compares a system with "
-        "our arm of as many bits per weight. `vllm_kvsidecar` is vLLM with our connector.",
+        "ours at the same bits per weight. `vllm_kvsidecar` is vLLM with our connector.",
     ),
     "agents": (
         "Agents with tools",
         "Clients continue their histories (`grow`), return to an earlier turn (`branch`), ask for a summary "
         "(`compact`), continue from it (`compacted`), and continue after SIGKILL to the engine (`restarted`). "
         "`nocache` is our worker without a cache, `prefix` with its own prefix cache only, `ours` with the daemon; the "
-        "arms of vLLM have the same three stages. The ideal share of reused tokens is the longest prefix that an "
-        "earlier prompt or answer has in common with the prompt. `all` excludes the first step.",
+        "arms of vLLM have the same three stages. The ideal share of reused tokens is that of the longest prefix "
+        "that the prompt has in common with an earlier prompt or answer. `all` excludes the first step.",
     ),
     "engines": (
         "vLLM with and without our connector",
@@ -60,11 +60,11 @@ _ABOUT = {
 }
 _LABELS = {
     "answers": "answers compared",
-    "answers_plain_is_sure_of": "of these, answers that vLLM alone repeats in every batch",
-    "answers_different_where_sure": "of these, different answers with our connector",
-    "plain_different_where_sure": "of these, different answers of a second vLLM without a connector",
-    "answers_different": "different answers with our connector, of all",
-    "plain_different": "different answers of a second vLLM without a connector, of all",
+    "answers_plain_is_sure_of": "stable answers, which vLLM without a connector gives alone and in every batch",
+    "answers_different_where_sure": "stable answers that differ with our connector",
+    "plain_different_where_sure": "stable answers that differ when vLLM without a connector is asked again",
+    "answers_different": "answers that differ with our connector, stable or not",
+    "plain_different": "answers that differ when vLLM without a connector is asked again, stable or not",
     "answers_reused_ratio": "share of prompt tokens that came from the daemon",
     "chat_reuse_of_ideal": "reused tokens of the conversation as a share of the ideal",
     "chat_identical": "all answers of the conversation are equal",
@@ -77,7 +77,7 @@ _LABELS = {
     "speedup_after_restart": "speedup over computing after a restart of the engine",
     "cold_ttft_ratio": "TTFT of a new document with our connector, as a multiple of TTFT without",
     "interrupted": "requests in an engine that was killed",
-    "prompts_vllm_is_sure_of": "prompts that vLLM alone answers alike in every batch",
+    "prompts_vllm_is_sure_of": "prompts to which vLLM without a connector gives the same answer alone and in a batch",
 }
 _FAULT_PHRASES = {
     "kill_engine_0": "SIGKILL to the first engine",

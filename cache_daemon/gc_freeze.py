@@ -18,7 +18,7 @@ _INTERVAL_SECONDS = 10.0
 
 @contextlib.asynccontextmanager
 async def periodic_gc_freeze() -> AsyncIterator[None]:
-    """Collect and freeze every 10 seconds while the block lasts."""
+    """Collect and freeze every 10 seconds while the ``with`` block runs."""
     gc.collect()
     gc.freeze()
     try:

@@ -89,8 +89,8 @@ def verify(
 ) -> None:
     """Verify every page, record and payload of a store, also of a truncated or corrupt one.
 
-    Exit code 0: the store is intact. 1: it is corrupt, or was and --repair removed the corrupt parts. 2: it could not
-    be verified: the store is missing, of another version or key, or a daemon holds it; stop that first.
+    Exit code 0: the store is intact. 1: it is corrupt, or --repair removed its corrupt parts. 2: it could not be
+    verified: the store is missing, of another version or key, or a daemon holds it; stop that daemon first.
     """
     folder = _folder(store)
     with _progress("chunks") as heard:

@@ -303,7 +303,7 @@ def replayed_epoch(scene: FaultScenario) -> RoundOutcome:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[bool]:
-    """Mount a small file system at ``folder`` for the block; yields False without the rights to do so."""
+    """Mount a small file system at ``folder`` while the ``with`` block runs; yields False if that is not permitted."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
     try:

@@ -41,7 +41,7 @@ _RAGGED = ((3, 130), (1, 64), (40, 40), (17, 129))
 
 
 class Poison:
-    """Fills uninitialized memory with NaN during the block."""
+    """Fills uninitialized memory with NaN while the ``with`` block runs."""
 
     def __enter__(self) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = True

@@ -119,7 +119,7 @@ class StepRunner:
 
 @contextlib.contextmanager
 def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """At the end of the block, kill a child and all processes of its session."""
+    """At the end of the ``with`` block, kill a child and all processes of its session."""
     try:
         yield
     finally:

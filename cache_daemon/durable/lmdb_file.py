@@ -119,7 +119,7 @@ class PageFile:
         return True
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Read bytes. Raises LmdbCorruption when the file is too short, OSError."""
+        """Read bytes. Raises OSError, and LmdbCorruption for a file that is too short."""
         found = os.pread(self.handle, size_bytes, offset)
         if len(found) == size_bytes:
             return found
@@ -210,10 +210,10 @@ def leaf_nodes(page: bytes, number: int) -> list[Node]:
 
 
 def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
-    """Return the readable entries of a corrupt leaf page, which the caller must check.
+    """Return a corrupt leaf page's readable entries; the caller must check them.
 
-    The page's number or its kind must be right. If the page does not say where its node list ends, the list is read as
-    long as its offsets lead to nodes in use. Removed nodes lie at lower offsets than nodes in use.
+    The page's number or its kind must be right. If the page does not say where its node list ends, the list is read
+    until an offset lies outside the nodes in use. Removed nodes have lower offsets.
     """
     named, _, flags, lower, upper = _HEADER.unpack_from(page)
     if named != number and flags & ~_DIRTY != LEAF:

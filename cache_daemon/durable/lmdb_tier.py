@@ -282,10 +282,11 @@ class LmdbTier:
             return self._disk_space.reserve(data, self._file, self._meta, records, map_bytes)
 
     def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
-        """Apply a group with the part of the map that is reserved for removals.
+        """Apply a group with the help of the part of the map that is reserved for removals.
 
-        Before a group with chunks it commits an empty transaction within the reserve: only then does LMDB reuse the
-        pages that the last transaction freed.
+        A group of removals is applied within the reserve. For a group that stores chunks, an empty transaction is first
+        committed within the reserve: only then does LMDB reuse the pages that the last transaction freed. The group
+        itself is applied without the reserve.
         """
         before = self._env.map_bytes
         self._env.resize(before + self._disk_space.reserve_bytes)

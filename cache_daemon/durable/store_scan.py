@@ -269,7 +269,7 @@ class LostPageSearch:
             return
 
     def _match(self, values: list[int]) -> None:
-        """Assign values without a key to records without a payload."""
+        """Assign found payloads without a key to records that lack a payload."""
         scan = self._scan
         wanted: dict[tuple[int, int], bytes] = {}
         for key, record in scan.records.items():

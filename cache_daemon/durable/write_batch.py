@@ -81,7 +81,7 @@ class WriteBatch:
         self.stored: dict[bytes, EncodedChunk] = {}
 
     def has(self, key: bytes) -> bool:
-        """Return True when a chunk is stored after the changes so far."""
+        """Return True if the changes so far leave the chunk stored."""
         return key in self.stored or (key in self._entries and key not in self.removed)
 
     def remove(self, key: bytes) -> None:

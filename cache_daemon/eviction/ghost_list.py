@@ -26,7 +26,7 @@ class GhostList:
         self._slots = array("Q", bytes(8 * _WAYS * self._buckets))
 
     def put(self, key: bytes, tick: int, note: int) -> tuple[int, int] | None:
-        """Add a key, even if it is present. Returns ``(tick, note)`` of a key dropped for it, or None."""
+        """Add a key, again if it is present. Returns ``(tick, note)`` of a key that it displaced, or None."""
         start, tag = self._place(key)
         bucket = self._slots[start : start + _WAYS]
         at = bucket.index(min(bucket))

@@ -23,7 +23,7 @@ from cache_daemon.eviction.reuse_stats import AGES, ReuseStats
 _HISTORY_FACTOR = 8
 _MAX_GHOSTS = 1 << 20
 _SLICES_PER_FIT = 8
-# Lower bound of the slice length, which otherwise would be a few ticks in a small tier.
+# Lower bound of the length of a time slice, which otherwise would be a few ticks in a small tier.
 _MIN_SLICE_TICKS = 64
 # Counts above these are treated as equal to them.
 _MAX_SEGMENTS, _MAX_USES = 4, 63
@@ -38,8 +38,8 @@ _Rank = tuple[float, int, int, int]
 class _History:
     """Reuse history of an entry: the features that determine its kind.
 
-    ``reused_segments`` counts the chunks before the entry in its prompt that were reused. ``inner`` says that a chunk
-    continues the entry. ``kind`` encodes these two and ``uses`` in one number.
+    ``reused_segments`` counts the chunks before the entry in its prompt that were reused. ``inner`` says that the
+    entry has a child. ``kind`` encodes these two and ``uses`` in one number.
     """
 
     reused_segments: int
@@ -71,7 +71,7 @@ class _History:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Entries of equal rank: same kind and cost, last used in the same slice of time."""
+    """Entries of equal rank: same kind and cost, last used in the same time slice."""
 
     kind: int
     cost_bucket: int
@@ -266,9 +266,9 @@ class Gittins:
         self._ranked = None
 
     def _double_slice(self) -> None:
-        """Double the slice length and resize the ghost list.
+        """Double the length of time slices and replace the ghost list.
 
-        A tier that still grows has evicted little, so its ghosts may be dropped.
+        A tier that still grows has evicted little, so this loses few ghosts.
         """
         self._slice_ticks *= 2
         self._slice = self._tick // self._slice_ticks

@@ -17,7 +17,7 @@ _Floats = NDArray[np.float64]
 class ReuseStats:
     """Observes entries from use to use.
 
-    Ages are counted in slices of time; the last age is open-ended. The rate of uses at an age is ``uses / time at
+    Ages are counted in time slices; the last age is open-ended. The rate of uses at an age is ``uses / time at
     risk``, as in a life table. So censored entries (young entries and dropped entries) count for as long as they were
     observed. Old observations decay. A kind with few observations is assumed to resemble the kinds in its pool.
     """
@@ -25,13 +25,13 @@ class ReuseStats:
     def __init__(self, pooled: Sequence[Sequence[int]], prior: _Floats) -> None:
         """Create the statistics; ``pooled`` gives the pool of each kind, from coarse to fine.
 
-        ``prior`` is the assumed number of uses per slice, ``[kinds, AGES]`` and above 0.
+        ``prior`` is the assumed number of uses per time slice, ``[kinds, AGES]`` and above 0.
         """
         shape = prior.shape
         self._pools = [np.eye(max(level) + 1)[:, list(level)] for level in pooled]  # [pools, kinds]
         self._prior = prior
         self.waiting = np.zeros(shape)  # entries now, by kind and age of their last use
-        self._recent = np.zeros(shape)  # uses in this slice of time
+        self._recent = np.zeros(shape)  # uses in this time slice
         # Views of the same memory: faster for single elements.
         self._one_waiting, self._one_recent = memoryview(self.waiting), memoryview(self._recent)  # type: ignore[arg-type]
         self._uses, self._risk = np.zeros(shape), np.zeros(shape)
@@ -50,7 +50,7 @@ class ReuseStats:
         self._one_recent[kind, age] += 1
 
     def advance_slice(self) -> None:
-        """Advance by one slice of time."""
+        """Advance by one time slice."""
         kept = 0.5 ** (1 / _HALF_LIFE)
         self._uses = (self._uses + self._recent) * kept
         self._risk = (self._risk + self.waiting + self._recent / 2) * kept
@@ -60,7 +60,7 @@ class ReuseStats:
         self.waiting[:, 0], self.waiting[:, -1] = 0, oldest
 
     def double_slice(self) -> None:
-        """Double the slice length. Drops all waits, which the caller must start again."""
+        """Double the length of time slices. Drops all waits, which the caller must start again."""
         self.waiting[:] = 0
         self._recent[:], self._uses, self._risk = (
             np.concatenate([x[:, ::2] + x[:, 1::2], np.zeros((len(x), AGES // 2))], axis=1)

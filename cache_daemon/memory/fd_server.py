@@ -42,7 +42,7 @@ class FdProvider(Protocol):
 async def serve_fds(
     path: Path, provider: FdProvider, mode: int, is_allowed: Callable[[socket.socket], bool]
 ) -> AsyncIterator[None]:
-    """Serve the socket ``path`` while the body runs.
+    """Serve the socket ``path`` while the ``with`` block runs.
 
     A peer that ``is_allowed`` accepts sends the id of an open session and the name of a memory, and gets the memory's
     descriptor. If the socket file is deleted, it is created again. Raises ConfigurationError when it cannot be created.

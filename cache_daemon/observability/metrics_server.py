@@ -71,7 +71,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
 @contextmanager
 def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
-    """Serve ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
+    """Serve ``/metrics`` while the ``with`` block runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
     registry.register(BuildInfoCollector("daemon"))
     registry.register(StoreCollector(snapshots))

@@ -42,9 +42,10 @@ class Telemetry:
 
 @asynccontextmanager
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
-    """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without an endpoint.
+    """Export to an OTLP endpoint (gRPC) while the ``with`` block runs; do nothing without an endpoint.
 
-    ``telemetry.otel_export.otlp_providers`` describes the rules. Raises ConfigurationError without the packages.
+    ``telemetry.otel_export.otlp_providers`` describes the choice of the endpoint. Raises
+    ConfigurationError without the packages.
     """
     async with otlp_providers(SERVICE_NAME, endpoint) as providers:
         yield Telemetry() if providers is None else telemetry_for(providers)

@@ -40,7 +40,7 @@ log = structlog.get_logger("cache_daemon")
 async def report_health(
     name: str, failing: Failing | None, set_health: SetHealth, grace_seconds: float = GRACE_SECONDS
 ) -> AsyncIterator[None]:
-    """Keep the health of a service name up to date while the body runs.
+    """Keep the health of a service name up to date while the ``with`` block runs.
 
     ``failing`` returns the reason and the start of a failure (monotonic seconds), or None. Pass None for a daemon
     without that tier: the name stays unknown.

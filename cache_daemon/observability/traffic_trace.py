@@ -5,9 +5,9 @@ reads::
 
     {"timestamp": 1203, "input_length": 1800, "output_length": 0, "hash_ids": [81002, 5, 77, 912]}
 
-``timestamp`` is in milliseconds since the recording began. ``hash_ids`` names each block of 512 tokens in its context;
-the last block may be partial. Two prompts share an id exactly if they belong to the same tenant and have the same
-tokens up to the end of that block. The ids are hashes under a key that is created when the recording begins and never
+``timestamp`` is in milliseconds since the recording began. ``hash_ids`` names the prompt's prefixes of 512, 1,024, …
+tokens; the last one is the whole prompt. Two prompts share an id exactly if they belong to the same tenant and have
+the same prefix. The ids are hashes under a key that is created when the recording begins and never
 stored, so no reader can search for the id of a text. ``output_length`` is 0: the daemon does not see answers end.
 """
 
@@ -127,7 +127,7 @@ class TrafficTrace:
 
 
 def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
-    """Yield an id of at most 48 bits for each block of a prompt in its context.
+    """Yield an id of at most 48 bits for the prefix up to the end of each block of a prompt.
 
     ``key`` has at most 64 bytes.
     """
@@ -140,7 +140,7 @@ def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
 
 @contextmanager
 def record_traffic(path: Path | None, max_bytes: int) -> Iterator[TrafficTrace | None]:
-    """Record a trace while the body runs; yields None without a path. Raises ConfigurationError."""
+    """Record a trace while the ``with`` block runs; yields None without a path. Raises ConfigurationError."""
     if path is None:
         yield None
         return

@@ -75,7 +75,7 @@ class DeletionEpochs:
     """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
 
     ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted after it was applied, so
-    that a crash leaves no deleted chunks in place. ``on_change`` holds subscribers. Runs on the event loop.
+    that a crash leaves no deleted chunks in place. ``on_change`` holds subscribers. Used on the event loop.
     """
 
     def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:

@@ -71,7 +71,7 @@ class InflightLookups:
 
     @contextmanager
     def track(self, root: bytes) -> Iterator[InflightLookup]:
-        """Register a lookup for the duration of a block."""
+        """Register a lookup while the ``with`` block runs."""
         lookup = InflightLookup(root, self.is_deleting(root))
         self._lookups.add(lookup)
         try:

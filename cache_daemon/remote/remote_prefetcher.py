@@ -225,7 +225,7 @@ class RemotePrefetcher:
     async def _insert(
         self, request: FetchRequest, lookup: InflightLookup, download: _Download, deadline: float, lease: LeaseGuard
     ) -> bool:
-        """Wait for a group and insert it. Returns False at the end of the prefix."""
+        """Wait for a group and insert it. Returns True if all its chunks are in the arena."""
         payloads = await download.wait_payloads(max(0.0, deadline - time.perf_counter()))
         if payloads is None:
             self.counters.late += time.perf_counter() >= deadline
@@ -299,7 +299,7 @@ class _Downloads:
 
     @contextlib.contextmanager
     def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[_Download]]:
-        """Download groups in order; the end of the block cancels unfinished downloads.
+        """Download groups in order; the end of the ``with`` block cancels unfinished downloads.
 
         Download slots are granted in the order of requests. So the group that is inserted next always gets a slot
         before later groups, and prompts do not deadlock.

@@ -58,7 +58,7 @@ class OpenStreams:
 
     @contextmanager
     def one(self, kind: str, share: CallerLimits, caller: Principal | None) -> Iterator[None]:
-        """Count a call while the block runs. Raises LimitExceeded."""
+        """Count a call while the ``with`` block runs. Raises LimitExceeded."""
         of_kind = {who: n for (name, who), n in self._open.items() if name == kind}
         total, near = sum(of_kind.values()), of_kind.get(None, 0)
         share.check(f"open {kind} calls", total, total - near, of_kind.get(caller, 0), private=caller is None)
@@ -80,7 +80,7 @@ class LargeRequests:
 
     @contextmanager
     def one(self, size_bytes: int, caller: Principal) -> Iterator[None]:
-        """Count a request while the block runs. Raises LimitExceeded."""
+        """Count a request while the ``with`` block runs. Raises LimitExceeded."""
         if self._used[caller] + size_bytes > self._max_bytes:
             raise LimitExceeded(
                 f"{self._used[caller]} bytes of this caller's large requests are being served and {size_bytes} came; "

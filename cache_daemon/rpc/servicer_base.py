@@ -85,11 +85,11 @@ class ServicerBase:
         return None if self.private else self.principal_of(context)
 
     def stream(self, context: Context, kind: str, share: CallerLimits) -> AbstractContextManager[None]:
-        """Count a streaming call while the block runs. Raises LimitExceeded."""
+        """Count a streaming call while the ``with`` block runs. Raises LimitExceeded."""
         return self.shared.open_streams.one(kind, share, self.external_caller(context))
 
     def large(self, context: Context, size_bytes: int) -> AbstractContextManager[None]:
-        """Count a large request while the block runs. Raises LimitExceeded."""
+        """Count a large request while the ``with`` block runs. Raises LimitExceeded."""
         if self.private:
             return nullcontext()
         return self.shared.large_requests.one(size_bytes, self.principal_of(context))

@@ -52,10 +52,10 @@ class ChunkDeleter:
 
     @asynccontextmanager
     async def await_disk_removal(self) -> AsyncIterator[None]:
-        """At the end of the block, wait until the disk has removed the chunks.
+        """At the end of the ``with`` block, wait until the disk has removed the chunks.
 
-        Waits even if the block removed nothing, since another call may have removed the same chunk a moment ago. Raises
-        StoreUnavailable when the disk does not complete the removal in time.
+        Waits even if the ``with`` block removed nothing, since another call may have just removed the same chunk.
+        Raises StoreUnavailable when the disk does not complete the removal in time.
         """
         try:
             yield

@@ -26,7 +26,7 @@ class ChunkReader:
 
     @contextlib.asynccontextmanager
     async def promoted(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload while a block runs; ``usage`` counts an external caller's leases.
+        """Lease a chunk's payload while a ``with`` block runs; ``usage`` counts an external caller's leases.
 
         Raises ArenaFull when the chunk cannot be promoted. Raises LimitExceeded when the caller already leases too
         much.

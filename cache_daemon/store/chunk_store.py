@@ -241,7 +241,7 @@ class ChunkStore:
         return self.tiers.clock()
 
     def acquire(self, session: Session, chunks: Sequence[Chunk]) -> LeaseGuard:
-        """Lease chunks of a session's lease for the duration of a ``with`` block."""
+        """Lease a session's leased chunks once more while a ``with`` block runs."""
         return LeaseGuard(chunks, self.tiers.on_released, session.usage)
 
     def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:

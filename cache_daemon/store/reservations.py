@@ -208,7 +208,7 @@ class Reservations:
     def scoped_reservation(
         self, session: Session, tenant_salt: bytes, header: ChunkHeader, hints: PromptHints = NO_HINTS
     ) -> Iterator[ReserveResult]:
-        """Reserve one chunk while a block runs; abort the reservation at the end unless it was committed."""
+        """Reserve one chunk while a ``with`` block runs; then abort the reservation unless it was committed."""
         reserved = self.reserve(session, tenant_salt, [header], hints)[0]
         try:
             yield reserved

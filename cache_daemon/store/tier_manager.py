@@ -98,7 +98,7 @@ class TierManager:
         chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
 
     def end_load(self, chunk: Chunk) -> asyncio.Future[None] | None:
-        """Record the end of a read. Returns the future to resolve once the result of the read is recorded."""
+        """Record the end of a read. Returns the future that the caller resolves after recording the result."""
         future, chunk.load_future = chunk.load_future, None
         chunk.arena_state = Residency.ABSENT
         return future

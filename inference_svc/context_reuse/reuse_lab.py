@@ -315,7 +315,7 @@ class PrefilledText:
         return self._lab.chunks(self._table, self._tokens, self._ends, self._bits)
 
     def continue_with(self, tail: Sequence[int], judged: int, go_on: int = 0) -> LabResult:
-        """Prefill a continuation: logits at its last ``judged`` tokens, then ``go_on`` greedy tokens."""
+        """Prefill a continuation; return logits of its last ``judged`` tokens and ``go_on`` greedy tokens."""
         began, start = time.perf_counter(), len(self._tokens)
         span = forward_batch.SequenceSlice(list(tail), start, self._table, False)
         logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail))).float()

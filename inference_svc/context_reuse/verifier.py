@@ -193,7 +193,7 @@ class Candidate:
 
 
 def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]:
-    """List the candidates for a worker's settings ``repair`` and ``repair_ratio``.
+    """List the candidate repairs for a worker's settings ``repair`` and ``repair_ratio``.
 
     ``auto`` gives several selectors; a ratio of None gives the default ratios.
     """
@@ -370,7 +370,7 @@ def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]
 
 
 class _Divergence:
-    """Accumulated divergence of an arm from full prefill."""
+    """Divergence from full prefill, collected over all prompts."""
 
     def __init__(self) -> None:
         self.kl: list[float] = []

@@ -12,7 +12,7 @@ from kvsidecar.errors import Overloaded
 
 @dataclass(eq=False)
 class _Account:
-    """One caller's bytes and requests in flight, and the lock that limits the caller to one decoding body."""
+    """One caller's bytes and requests in flight, and the lock under which its bodies are decoded."""
 
     num_bytes: int = 0
     num_requests: int = 0

@@ -32,7 +32,7 @@ from inference_svc.gateway.routes import create_app
 
 # GIL switch interval: the event loop waits at most this long while the thread for large bodies runs Python code.
 _SWITCH_SECONDS = 0.001
-# A draining server still accepts requests for this long: load balancers need some seconds to notice its readiness.
+# A draining server still accepts requests for this long: load balancers need a few seconds to notice its readiness.
 _LISTEN_SECONDS = 5.0
 # Additional time in which uvicorn sends the last bytes of the cut-off answers.
 _LAST_SECONDS = 2.0

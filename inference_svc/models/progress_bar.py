@@ -21,7 +21,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[ProgressCallback]:
-    """Show progress while the block runs."""
+    """Show progress while the ``with`` block runs."""
     if not sys.stderr.isatty():
         yield _LogProgress(what)
         return

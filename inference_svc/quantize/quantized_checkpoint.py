@@ -40,7 +40,7 @@ def check_output(out: Path) -> None:
 
 @contextmanager
 def building(out: Path, size_bytes: int) -> Iterator[Path]:
-    """Context with a temporary folder that becomes ``out`` if the block succeeds.
+    """Context with a temporary folder that becomes ``out`` if the ``with`` block succeeds.
 
     After an error the folder is removed. Raises ConfigurationError if the disk has no space for ``size_bytes``.
     """

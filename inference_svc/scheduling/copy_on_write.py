@@ -88,7 +88,7 @@ class CopyOnWrite:
         return True
 
     def copy(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Copies a prefix into contiguous blocks, because torch's attention must gather scattered blocks."""
+        """Copies a prefix into contiguous blocks: torch's attention would have to gather scattered ones."""
         if not source.tokens:
             return False
         left = source.num_released

@@ -110,7 +110,7 @@ class WindowReleaser:
         self._pool.free(freed)
 
     def _save_first(self, sequence: Sequence, table: BlockTable, visible: int) -> bool:
-        """True if blocks behind the window are still needed for a save. Starts the save of a long enough part."""
+        """True if a save still needs blocks behind the window. Starts the save once enough tokens are unsaved."""
         kv = sequence.kv
         stored = kv.stored.tokens
         if not sequence.request.cache.write or kv.plan is not None:

@@ -381,7 +381,10 @@ class InferenceService(InferenceServiceServicer):
 
 
 def _check_explain(request: pb.GenerateRequest, context: Context) -> None:
-    """Report other tenants only to callers at the Unix socket: to the gateway, which does so for its operators."""
+    """Allow miss reasons that name other tenants only at the Unix socket.
+
+    The gateway calls at this socket, and allows them only to operators.
+    """
     if request.explain_across_tenants and not context.peer().startswith("unix"):
         request.explain_across_tenants = False
 

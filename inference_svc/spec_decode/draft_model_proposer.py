@@ -56,7 +56,7 @@ class _PendingDraft:
 
     @property
     def draft(self) -> Draft:
-        """The chain of tokens (bucket 0), and each token's alternative as a branch (bucket 1)."""
+        """The chain of tokens, and each token's alternative as a branch; their confidence buckets are 0 and 1."""
         count, others = len(self.tokens), self.others[: len(self.tokens)]
         before = [*range(ROOT, count - 1)]
         buckets = (0,) * count + (1,) * len(others)

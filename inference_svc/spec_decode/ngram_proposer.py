@@ -117,7 +117,7 @@ class NgramProposer:
         return list(different.values())[:most]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Does nothing: accepted tokens are in the sequence."""
+        """Does nothing: ``propose`` reads accepted tokens from the sequence itself."""
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.request.cache.write and sequence.num_generated > SHORT_NGRAM:
@@ -142,7 +142,10 @@ class _Continuation:
         return found[: found.index(_END)] if _END in found else found
 
     def buckets(self, count: int) -> list[int]:
-        """Returns the buckets of the first ``count`` tokens. Each accepted token makes the match one token longer."""
+        """Returns the confidence buckets of the first ``count`` tokens, by match length.
+
+        Each accepted token makes the match one token longer.
+        """
         lengths = (min(self.match.length + i, MAX_MATCHED) for i in range(count))
         return [self.first_sign + bisect_right(_SIGNS, length) - 1 for length in lengths]
 

@@ -107,7 +107,7 @@ def _marker(text: str, special: SpecialToken) -> str:
 
 
 def _calls(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> str:
-    """Build the rule of an answer of calls only."""
+    """Build the rule for answers with only calls."""
     if dialect in ("hermes", "qwen3_coder"):
         trigger, rest = _marked(dialect, single, special)
         wrapped = f"{_marker(trigger, special)} {rest}"

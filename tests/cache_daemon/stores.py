@@ -109,7 +109,7 @@ async def opened(
     clock: FakeClock | None = None,
     remote: RemoteSettings | None = None,
 ) -> AsyncIterator[Bench]:
-    """Run a store during the block, then check its invariants. No lease may remain at the end.
+    """Run a store while the ``with`` block runs, then check its invariants. No lease may remain at the end.
 
     ``limits`` has a tenant's limits by the salt.
     """

@@ -177,7 +177,7 @@ class Traffic:
 
     @contextmanager
     def on(self, node: MixedNode, clients: int = 3) -> Iterator[Traffic]:
-        """Send requests for complete answers and streams until the block ends."""
+        """Send requests for complete answers and streams until the ``with`` block ends."""
         over = threading.Event()
 
         def ask(client: int) -> None:

@@ -83,7 +83,7 @@ class Pod:
 
 @contextmanager
 def running(folder: Path, model: str, *pod: Any) -> Iterator[Pod]:
-    """Run the pod of ``pod_of(folder, *pod)`` during the block. Skips the test if no pod can run."""
+    """Run the pod of ``pod_of(folder, *pod)`` while the ``with`` block runs. Skips the test if no pod can run."""
     podman = podman_in(folder / "podman")
     manifest = folder / "pod.yaml"
     manifest.write_text(pod_of(folder, *pod), encoding="utf-8")

@@ -90,8 +90,8 @@ def transfer_tenant(
 ) -> TransferResult:
     """Copy a tenant's chunks that ``target`` lacks, or has with an earlier expiry.
 
-    ``source`` and ``target`` are stubs. Copies parents before children. Calls ``heard(done, total)`` after each wave.
-    Raises KVSidecarErrors; chunks that were copied before an error stay.
+    ``source`` and ``target`` are stubs. Copies level by level, parents before children. Calls ``heard(done, total)``
+    after each level. Raises KVSidecarErrors; chunks that were copied before an error stay.
     """
     there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
     found = _listed(source, tenant)

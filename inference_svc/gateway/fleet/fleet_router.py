@@ -152,7 +152,7 @@ def nodes_to_query(
 
 
 def choose_node(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes, prompt_tokens: int) -> RouteCandidate:
-    """Return the best candidate of at least one.
+    """Return the best of one or more candidates.
 
     A node with the whole prompt cached may have ``MAX_LOAD_DIFFERENCE`` more requests per worker than the others. A
     node with a part of the prompt cached may have a proportional share of this difference.

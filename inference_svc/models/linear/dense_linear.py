@@ -56,7 +56,7 @@ class DenseLinear(nn.Module):
         self.dense = weight
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall:
-        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
+        """Kernel call for a CPU graph: product of contiguous ``x [rows, in]`` into ``y [rows, out]``."""
         return f32_gemm.gemm_call(x, self.dense, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:

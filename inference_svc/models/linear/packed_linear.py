@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
         self._tried, self._streamed = False, None
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall | None:
-        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``.
+        """Kernel call for a CPU graph: product of contiguous ``x [rows, in]`` into ``y [rows, out]``.
 
         None if oneDNN computes the product.
         """

@@ -59,7 +59,7 @@ class QuantizedLinear(CodedLinear):
     """
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall:
-        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
+        """Kernel call for a CPU graph: product of contiguous ``x [rows, in]`` into ``y [rows, out]``."""
         return quantized_gemm.gemm_call(x, self.quantized, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:

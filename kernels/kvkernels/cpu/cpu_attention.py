@@ -237,7 +237,8 @@ class PoolLayers:
 class SequenceRows:
     """Consecutive rows of one sequence in a batch, at ascending positions.
 
-    ``pages`` holds the first slot of each of the sequence's ``num_pages(keys)`` pages of PAGE tokens, all in the pool.
+    ``pages`` has the first slot of each of the sequence's ``num_pages(keys)`` pages (PAGE tokens each); all slots of
+    these pages are in the pool.
     """
 
     first: int

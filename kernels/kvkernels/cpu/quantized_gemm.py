@@ -152,7 +152,10 @@ def _quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
 
 
 def widen(weight: QuantizedWeight, bits: int, group: int) -> QuantizedWeight:
-    """Return the same values with codes of more ``bits`` and in a smaller ``group``."""
+    """Return an equal weight with codes of ``bits`` bits, in groups of ``group`` inputs.
+
+    Codes may only get wider, and groups smaller.
+    """
     if (bits, group) == (weight.bits, weight.group):
         return weight
     codes, scales, zeros = unpack(weight)

@@ -27,7 +27,7 @@ class PrimaryContext:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context current on this thread during the block. Raises KernelLaunchError."""
+        """Make the context current on this thread while the ``with`` block runs. Raises KernelLaunchError."""
         self.check("the context", self.c.cuCtxPushCurrent_v2(self._context))
         try:
             yield

@@ -34,7 +34,7 @@ def unregister_range(address: int, unmap: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def in_use() -> Iterator[None]:
-    """Keep all ranges mapped during the block. The caller synchronizes the device before the block ends.
+    """Keep all ranges mapped while the ``with`` block runs. The caller synchronizes the device before its end.
 
     Thread-safe.
     """

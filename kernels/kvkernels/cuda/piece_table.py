@@ -27,8 +27,9 @@ _ROW = np.dtype([*((n, np.int64) for n in (*_OFFSETS, *_SECTIONS)), *((n, np.int
 class TablePiece:
     """Some layers of one chunk.
 
-    ``sections`` are the offsets of its sections from the launch's payloads, as if each section began with the model's
-    first layer. ``slots`` (int64) and ``rotation`` are on the CPU; see ``ChunkPlacement``.
+    ``sections`` are the offsets of its sections from the launch's base (the lowest address of its payloads), as if each
+    section began with the model's first layer. ``slots`` (int64) and ``rotation`` are on the CPU; see
+    ``ChunkPlacement``.
     """
 
     header: ChunkHeader
@@ -39,7 +40,7 @@ class TablePiece:
 
 
 def sections_at(header: ChunkHeader, offset: int = 0) -> dict[str, int]:
-    """Return the sections' offsets of a whole payload that begins ``offset`` bytes from the launch's payloads."""
+    """Return the section offsets of a whole payload that begins ``offset`` bytes after the launch's base."""
     return {section.name: offset + section.offset for section in layout_of(header).sections}
 
 

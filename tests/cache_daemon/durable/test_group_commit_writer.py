@@ -46,7 +46,7 @@ class Desk:
         return [self.heard[key_of(put)] for put in puts]
 
     async def held(self) -> None:
-        """Hold the writer in the middle of a transaction during the block."""
+        """Hold the writer in the middle of a transaction while the ``with`` block runs."""
         await until_async(lambda: self.tier.wait_until_held(0))
 
 

@@ -100,7 +100,7 @@ async def node(
     arena_bytes: int = 400 * 4096,
     **store: object,
 ) -> AsyncIterator[FleetNode]:
-    """Run a connected node during the block."""
+    """Run a connected node while the ``with`` block runs."""
     tier = RemoteTier(engine, KeySchema(prefix), cipher or NullCipher(), clock)
     settings = RemoteSettings(tier, write, ttl_seconds)
     async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]

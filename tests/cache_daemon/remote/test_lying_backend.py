@@ -89,7 +89,7 @@ async def test_all_payloads_of_a_batch_are_there_before_any_record() -> None:
 
 
 async def test_a_record_or_payload_that_is_longer_than_it_can_be_is_neither_kept_nor_hashed() -> None:
-    """Another program has put 100 MB where a record of some hundred bytes should be, or a part of a payload."""
+    """Another program has put 100 MB where a record of a few hundred bytes should be, or a part of a payload."""
     tier, root, key = await tier_with_a_chunk([1000.0], None)
     backend = tier.backend
     assert isinstance(backend, InMemoryBackend)

@@ -158,7 +158,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 raise Stuck(f"{why} does not end; threads: {self.hub.told()}")
 
     def wait(self, seconds: float) -> None:
-        """Advance the time by some seconds, and run all work of this time."""
+        """Advance the time by ``seconds``, and run all work of this time."""
         end = self.now + seconds
         while self.turn(end) and self.now < end:
             pass

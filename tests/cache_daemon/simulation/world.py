@@ -101,7 +101,7 @@ class World:
 
     @contextmanager
     def running(self) -> Iterator[World]:
-        """Install the substitutes and start the daemons; undo this at the end of the block."""
+        """Install the substitutes and start the daemons; undo this at the end of the ``with`` block."""
         before, fetch._MIN_TOKENS = fetch._MIN_TOKENS, 1  # the simulation's prompts are short
         self._substitution.begin()
         self.loop.enter()

@@ -84,7 +84,7 @@ def before_first_token(found: dict[str, Any]) -> float:
 def adds_up(spans_ms: float, found: dict[str, Any]) -> bool:
     """Whether these milliseconds are the time to the first token, within five of a hundred.
 
-    A machine that stops for some milliseconds between two spans is asked again; a span that is missing never adds up.
+    A machine that stops for a few milliseconds between two spans is asked again; a span that is missing never adds up.
     """
     return bool(spans_ms == pytest.approx(to_first_token(found), rel=TOLERANCE))
 

@@ -146,7 +146,7 @@ def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None
     answer(engine, known)
 
     def ends(waited: float, seed: int) -> list[str]:
-        """Which of two ends first: one that has waited for some seconds, or one that comes now and is known."""
+        """Which of two ends first: one that has waited for a few seconds, or one that comes now and is known."""
         reached, go_on, ended = threading.Event(), threading.Event(), list[str]()
         blocker = Request(prompt(50 + seed, 20), 5)
 

@@ -33,7 +33,7 @@ from inference_svc.server.worker_server import EXIT_ENGINE_STOPPED
 from tests.inference_svc.node.served import Served
 
 pytestmark = pytest.mark.timeout(500)
-# A service that loads for some seconds and says NOT_SERVING after SIGUSR1.
+# A service that loads for a few seconds and says NOT_SERVING after SIGUSR1.
 _SERVICE = """
 import signal, sys, time
 from concurrent.futures import ThreadPoolExecutor

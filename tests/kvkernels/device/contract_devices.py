@@ -21,7 +21,7 @@ PLACES = [
 
 @pytest.fixture
 def simulated() -> Iterator[Callable[..., SimulatedDevice]]:
-    """Create simulated devices that torch can use; close them at the end of the block."""
+    """Create simulated devices that torch can use; close them at the end of the ``with`` block."""
     made = []
 
     def make(**options: object) -> SimulatedDevice:

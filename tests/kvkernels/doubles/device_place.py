@@ -46,7 +46,7 @@ def place(request: pytest.FixtureRequest) -> torch.device:
 
 
 def keep_busy(place: torch.device) -> None:
-    """Occupy a GPU's current stream for some milliseconds, so that later work on the stream is late."""
+    """Occupy a GPU's current stream for a few milliseconds, so that later work on the stream is late."""
     if place.type == "cuda":
         cuda: Any = torch.cuda
         cuda._sleep(20_000_000)

@@ -1,4 +1,4 @@
-"""Cost of prompt layouts: the computed tokens of a request log by cause."""
+"""Cost of prompt layouts: computed tokens in a request log, by cause."""
 
 from __future__ import annotations
 

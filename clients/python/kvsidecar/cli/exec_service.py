@@ -1,4 +1,4 @@
-"""Programs and settings of the service commands, and the exec into them.
+"""Service commands: their settings, and the exec into their programs.
 
 Imports no slow module, so that ``kvsidecar daemon`` becomes the daemon without loading the command line.
 """

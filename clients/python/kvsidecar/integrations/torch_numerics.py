@@ -23,7 +23,7 @@ def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> st
     """Return the id of the machine's numerics for a namespace's ``producer``.
 
     With ``shared``, the id is the same on every machine, for users to whom hits matter more than equal bits. Without
-    ``shared``, the function runs a few matrix products on the device, which takes some milliseconds.
+    ``shared``, the function runs a few matrix products on the device, which takes a few milliseconds.
     """
     if shared:
         return SHARED

@@ -91,7 +91,7 @@ class _MarkedPayload:
                     )
 
     def _bits(self, marks: NDArray[Any]) -> NDArray[Any]:
-        """Return the marks as the payload stores them."""
+        """Return marked values in the form in which a payload stores them."""
         tensor = torch.from_numpy(marks).to(self._cache.dtype)
         return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
 

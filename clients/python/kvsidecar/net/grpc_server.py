@@ -129,7 +129,7 @@ async def serve_endpoint(
     grace_seconds: Callable[[], float],
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """Serve at all addresses of an endpoint while the body runs."""
+    """Serve at all addresses of an endpoint while the ``with`` block runs."""
     health, refusal = health or health_aio.HealthServicer(), CallRefusal()
     listeners = [Listener(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
@@ -155,7 +155,7 @@ async def serve_listeners(
     limits: ListenerLimits = ListenerLimits(),
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """Serve at all listeners while the body runs; yield their gRPC addresses.
+    """Serve at all listeners while the ``with`` block runs; yield their gRPC addresses.
 
     The addresses have the actual ports. All ports are bound before the first call is answered. On shutdown, all
     listeners report NOT_SERVING and wait ``grace_seconds()`` for their calls; then the sockets are removed. A Unix
@@ -313,7 +313,7 @@ def _bind_port(server: grpc.aio.Server, address: TcpAddress, credentials: grpc.S
 
 @contextlib.contextmanager
 def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
-    """Hold the exclusive right to listen at a Unix socket while the body runs.
+    """Hold the exclusive right to listen at a Unix socket while the ``with`` block runs.
 
     A lock on ``PATH.lock``, which the kernel releases with the process, decides between two processes that start at the
     same time: only its owner removes a dead process's socket. The lock file stays. Raises ConfigurationError when

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class BackgroundTask:
-    """A coroutine that runs from ``start`` to ``stop``, or while a ``with`` block lasts.
+    """A coroutine that runs from ``start`` to ``stop``, or while a ``with`` block runs.
 
     ``stop`` cancels the coroutine and waits for its end; ``stop`` is idempotent. If an error ends the coroutine, the
     loop's exception handler gets the error at once, and ``stop`` raises it.

@@ -35,7 +35,7 @@ def skip_optional_imports() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection while the body imports.
+    """Pause garbage collection while the ``with`` block imports.
 
     The objects of modules stay alive, and repeated scans of these objects take at least an eighth of a worker's import
     time.
@@ -51,6 +51,6 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Pause garbage collection, and let Ctrl-C end the process quietly, while the body imports."""
+    """Pause garbage collection, and let Ctrl-C end the process quietly, while the ``with`` block imports."""
     with quiet_sigint(), gc_paused():
         yield

@@ -53,7 +53,7 @@ def is_enabled(endpoint: str, environment: Mapping[str, str] = os.environ) -> bo
 
 @asynccontextmanager
 async def otlp_providers(service: str, endpoint: str) -> AsyncIterator[OtelProviders | None]:
-    """Export to an OTLP endpoint (gRPC) while the body runs.
+    """Export to an OTLP endpoint (gRPC) while the ``with`` block runs.
 
     The endpoint is ``endpoint`` or, if that is empty, the endpoint of the standard variables
     ``OTEL_EXPORTER_OTLP_...``. Yields None without an endpoint. Raises ConfigurationError when OpenTelemetry is not

@@ -22,7 +22,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def error_name(error: BaseException) -> str:
-    """Return an error's name for a span; its text may contain private data."""
+    """Return an error's name for a span, because the error's text may be private."""
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return Cancelled.reason
     if isinstance(error, grpc.RpcError):
@@ -33,7 +33,7 @@ def error_name(error: BaseException) -> str:
 class Span:
     """A unit of work. Thread-safe.
 
-    As a context manager it ends with its block, and records an exception of the block.
+    As a context manager it ends with its ``with`` block, and records the block's exception.
     """
 
     began = 0.0

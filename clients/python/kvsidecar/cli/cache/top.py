@@ -187,7 +187,7 @@ def _wait(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key press for some seconds. Without a terminal, it never gets a key."""
+    """Yield a function that waits for a key press for a number of seconds. Without a terminal, it never gets a key."""
     if not sys.stdin.isatty():
         yield _wait
         return

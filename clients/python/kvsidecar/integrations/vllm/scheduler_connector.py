@@ -365,7 +365,7 @@ class SchedulerConnector:
         self._step.dropped.add(name)
 
     def _queue_store(self, tracked: _TrackedRequest, tokens: int, blocks: list[int]) -> None:
-        """Queue a store of the first ``tokens``, as far as complete blocks of them are neither stored nor queued."""
+        """Queue a store of the complete blocks of the first ``tokens``, unless all are stored or queued."""
         request = tracked.request
         tokens = min(tokens, cacheable_tokens(request)) // self._block * self._block
         known = tracked.known or ((0, b""),) * len(self._ranks)

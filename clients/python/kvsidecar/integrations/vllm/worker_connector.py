@@ -223,7 +223,7 @@ class WorkerConnector:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
-        """Yield the session, or None without one. An error in the block is logged and counts as a miss."""
+        """Yield the session, or None without one. An error in the ``with`` block is logged and counts as a miss."""
         session = self._connection.session
         try:
             yield session
