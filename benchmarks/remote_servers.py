@@ -321,6 +321,8 @@ class S3Server:
             "-s3",
         ]
         command += [f"-s3.port={self.port}", f"-s3.config={config}", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
+        # By default, these two listen on fixed ports, and a server that cannot bind them ends.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += [f"{name}={port}" for name, port in ports.items()]
         if self.issued is not None:
             command += [f"-s3.cert.file={self.issued.certificate}", f"-s3.key.file={self.issued.key}"]
@@ -353,6 +355,10 @@ class S3Server:
             except OSError:
                 pass
             time.sleep(0.1)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
