@@ -344,7 +344,7 @@ class S3Server:
         deadline = time.monotonic() + _SECONDS
         while True:
             assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]
-            assert self._process.poll() is None, (self.folder / "log").read_text(errors="replace")[-2000:]
+            assert self.is_running, (self.folder / "log").read_text(errors="replace")[-2000:]
             try:
                 request = urllib.request.Request(url, body, method=method)
                 urllib.request.urlopen(request, timeout=5, context=_UNCHECKED).close()

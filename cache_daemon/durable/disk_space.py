@@ -74,7 +74,7 @@ class DiskSpace:
             free = PageWalk(file, meta).free_pages(before=meta.transaction)
         except LmdbCorruption:
             return []
-        return [len(run) for run in bytes(free).split(b"\0") if run]
+        return [len(run) for run in free.split(b"\0") if run]
 
 
 def _fit(values: Sequence[int], runs: Sequence[int]) -> bool:

@@ -265,8 +265,7 @@ class LmdbTier:
     def _reserve(self, changes: WriteBatch) -> bool:
         """Reserve disk space for the chunks of a group; see ``DiskSpace.reserve``.
 
-        If there is none, commits an empty transaction and tries again: only then does LMDB reuse the pages that the
-        last transaction freed.
+        If there is none, tries again with the pages that the last transaction freed.
         """
         records = [packed.record for packed in changes.stored.values()]
         data, map_bytes = self._folder.data, self._env.map_bytes
@@ -274,25 +273,28 @@ class LmdbTier:
             return self._disk_space.reserve(data, self._file, self._meta, records, map_bytes)
         except OutOfSpace as refusal:
             try:
-                self._transact(WriteGroup(), WriteBatch(self._entries, self._children))
+                self._commit_empty()
             except ShortWrite:
                 self._fail()
                 raise refusal from None
             self._refresh_meta()
             return self._disk_space.reserve(data, self._file, self._meta, records, map_bytes)
 
+    def _commit_empty(self) -> None:
+        """Commit an empty transaction: only then does LMDB reuse the pages that the last transaction freed."""
+        self._transact(WriteGroup(), WriteBatch(self._entries, self._children))
+
     def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
         """Apply a group with the help of the part of the map that is reserved for removals.
 
         A group of removals is applied within the reserve. For a group that stores chunks, an empty transaction is first
-        committed within the reserve: only then does LMDB reuse the pages that the last transaction freed. The group
-        itself is applied without the reserve.
+        committed within the reserve. The group itself is applied without the reserve.
         """
         before = self._env.map_bytes
         self._env.resize(before + self._disk_space.reserve_bytes)
         try:
             if changes.stored:
-                self._transact(WriteGroup(), WriteBatch(self._entries, self._children))
+                self._commit_empty()
             else:
                 self._transact(group, changes)
         finally:

@@ -70,8 +70,6 @@ class ChunkServicer(ServicerBase):
         if result.lease_id:
             result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
             undo_if_cancelled(context, lambda: self.store.release(session, [result.lease_id]))
-        if len(result.contents) > _SLICE_CHUNKS:
-            await asyncio.sleep(0)
         answer = await self._matched(result, with_offsets=session.shares_memory)
         answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
         if request.explain:
@@ -202,7 +200,7 @@ class ChunkServicer(ServicerBase):
         if last is not None:
             out.matches.append(last.chunk.to_match(last.tokens, place(last)))
         for at in range(0, len(result.contents), _SLICE_CHUNKS):
-            if at or whole:
+            if len(result.contents) > _SLICE_CHUNKS:
                 await asyncio.sleep(0)
             out.contents.extend(
                 pb.ContentMatch(start=start, match=m.chunk.to_match(m.tokens, place(m)))

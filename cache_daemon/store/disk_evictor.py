@@ -67,8 +67,8 @@ class DiskEvictor:
     def begin_shrinking(self) -> None:
         """Evict in the background, because the disk is full below the budget."""
         self._floor_bytes = self.quotas.used_bytes * _FULL_DISK_FLOOR
-        self._target_bytes = self.quotas.used_bytes * _FULL_DISK_WATERMARK
-        self._shrink_some()
+        self._target_bytes = float(self.quotas.used_bytes)
+        self.shrink_further()
 
     def shrink_further(self) -> None:
         """Evict again, because the disk is still full, but leave half of what was stored at ``begin_shrinking``."""

@@ -23,7 +23,7 @@ from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
-_RETRY_SECONDS = 1.0  # interval of ``retry``
+_SAME_GROUP_SECONDS = 0.5  # failures of one group of writes are closer together; retries are a second apart
 _MAX_RETRIES_IN_FLIGHT = 256
 # Delay of ``persist_delayed``, in which the fetching request can use the cores.
 _DELAY_SECONDS = 1.0
@@ -265,7 +265,7 @@ class Persistence:
             if not self._is_full:
                 self._full_since = now
                 self.evictor.begin_shrinking()
-            elif now - self._full_at > _RETRY_SECONDS / 2:  # one eviction for all chunks of a failed group
+            elif now - self._full_at > _SAME_GROUP_SECONDS:  # one eviction for all chunks of a failed group
                 self._writer.flush(self._shrink_further)
             self._full_at = now
             self.evictor.lower_limit()

@@ -273,5 +273,6 @@ class ResponseWriter:
     def _event(self, kind: str, **body: Any) -> bytes:
         if not self._streams:
             return b""
+        event = encode_event({"type": kind, "sequence_number": self._sent, **body}, kind)
         self._sent += 1
-        return encode_event({"type": kind, "sequence_number": self._sent - 1, **body}, kind)
+        return event
