@@ -65,6 +65,7 @@ class InferenceService(InferenceServiceServicer):
         self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
         self._loaded = runtime.engine.loaded
         self._requests = runtime.request_builder()
+        self._tokenizer = self._requests.tokenizer
         self._requests.warm_up()
         self._adapters = LoraAdmin(runtime)
         self._misses = MissReporter(runtime.reuse_state)
@@ -140,7 +141,7 @@ class InferenceService(InferenceServiceServicer):
                     called = part.finish_reason == pb.FINISH_REASON_TOOL_CALLS and part.WhichOneof("stopped_by") is None
                     if called and calls.calls == len(message.tool_calls):
                         message.content = "".join(texts)
-                        self._requests.keep_calls(request.cache.tenant_salt, sequence, message)
+                        self._tokenizer.keep_calls(request.cache.tenant_salt, sequence, message)
                 if first and request.return_prompt_tokens:
                     part.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
@@ -211,11 +212,11 @@ class InferenceService(InferenceServiceServicer):
     ) -> None:
         """Add the requested fields about the prompt to the first part."""
         if sequence.usage.provenance:
-            part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
+            part.prompt_parts.extend(prompt_parts(sequence, self._tokenizer.text))
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
             part.reuse_anywhere.CopyFrom(self._runtime.reuse_state().message())
-        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._requests.text))
+        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._tokenizer.text))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
 
@@ -223,9 +224,8 @@ class InferenceService(InferenceServiceServicer):
         await self._misses.add(sequence, part, wait=request.explain)
         if request.explain and part.HasField("miss"):
             tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
-            work = partial(
-                add_place, part.miss, request.prompt, tokens, self._requests.text, self._requests.chat_template
-            )
+            template = self._requests.chat_template
+            work = partial(add_place, part.miss, request.prompt, tokens, self._tokenizer.text, template)
             await self._tokenize_beside(request, work)
 
     def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
@@ -233,7 +233,7 @@ class InferenceService(InferenceServiceServicer):
         if output.token is not None:
             part.token_ids.append(output.token.token)
             if output.token.logprob is not None:
-                part.logprobs.append(token_logprob(output.token, self._requests.text))
+                part.logprobs.append(token_logprob(output.token, self._tokenizer.text))
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)
@@ -283,7 +283,7 @@ class InferenceService(InferenceServiceServicer):
             )
 
     def _warm_prompt(self, request: pb.WarmRequest) -> tuple[list[int], DocumentMarks, RetainedPrefixes]:
-        tokens, marks = self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache)
+        tokens, marks = self._tokenizer.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache)
         return tokens, marks, self._requests.breakpoints.find(request.prompt, request.cache, len(tokens))
 
     async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
@@ -309,13 +309,13 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         salt = request.tenant_salt
-        ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt, salt))
-        names = self._requests.token_names(ids) if request.return_token_names else ()
+        ids = await self._tokenize_beside(request, lambda: self._tokenizer.counted_tokens(request.prompt, salt))
+        names = self._tokenizer.token_names(ids) if request.return_token_names else ()
         return pb.TokenizeResponse(token_ids=ids, token_names=names)
 
     @unary(INFERENCE_DOMAIN)
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
-        return pb.GetTokenizerResponse(config_json=self._requests.tokenizer_config())
+        return pb.GetTokenizerResponse(config_json=self._tokenizer.config())
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -328,7 +328,7 @@ class InferenceService(InferenceServiceServicer):
         wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._loaded.config.vocab_size}")
-        return pb.DetokenizeResponse(text=self._requests.text(list(request.token_ids)))
+        return pb.DetokenizeResponse(text=self._tokenizer.text(list(request.token_ids)))
 
     # ---- state ----------------------------------------------------------------------------------------------
 

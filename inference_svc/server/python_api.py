@@ -204,7 +204,7 @@ class Engine:
 
     def warm(self, prompt: Prompt, model: str = "") -> int:
         """Prefill a prompt into the cache, for the adapter ``model`` if given. Returns the number of stored tokens."""
-        tokens, marks = self._requests.checked_tokens(to_prompt(prompt), generation_prompt=False)
+        tokens, marks = self._requests.tokenizer.checked_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
         _result(call)
         while True:
@@ -273,7 +273,7 @@ class Engine:
         request = to_request(prompt, **options)
         sequence = self._requests.build(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
-        return _Call(sequence, outputs, self._requests.call_parser(request), self._requests.text)
+        return _Call(sequence, outputs, self._requests.call_parser(request), self._requests.tokenizer.text)
 
 
 @dataclass(frozen=True)

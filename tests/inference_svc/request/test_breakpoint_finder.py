@@ -29,7 +29,7 @@ def messages(*points: tuple[int, int]) -> pb.CacheOptions:
 
 def length(builder: RequestBuilder, count: int) -> int:
     """Tokens of the first messages."""
-    return len(builder.tokens(pb.Prompt(chat=pb.Chat(messages=CHAT.chat.messages[:count])), False)[0])
+    return len(builder.tokenizer.tokens(pb.Prompt(chat=pb.Chat(messages=CHAT.chat.messages[:count])), False)[0])
 
 
 def test_a_message_ends_where_the_conversation_up_to_it_ends(builder: RequestBuilder) -> None:

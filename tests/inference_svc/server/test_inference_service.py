@@ -19,7 +19,7 @@ from kvsidecar.requests import to_prompt, to_request
 from inference_svc.context_reuse.chunking import DocumentMarks, new_chunker
 from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.unsupported_options import parse
-from inference_svc.request.request_builder import RequestBuilder
+from inference_svc.request.prompt_tokenizer import PromptTokenizer
 from inference_svc.server.inference_service import InferenceService
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
@@ -41,13 +41,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The threads on which texts were tokenized, and the texts' lengths."""
-    real, seen = RequestBuilder._ids, list[tuple[str, int]]()
+    real, seen = PromptTokenizer.ids, list[tuple[str, int]]()
 
-    def noted(prompter: RequestBuilder, text: str, special: bool) -> list[int]:
+    def noted(tokenizer: PromptTokenizer, text: str, special: bool) -> list[int]:
         seen.append((threading.current_thread().name, len(text)))
-        return real(prompter, text, special)
+        return real(tokenizer, text, special)
 
-    monkeypatch.setattr(RequestBuilder, "_ids", noted)
+    monkeypatch.setattr(PromptTokenizer, "ids", noted)
     return seen
 
 

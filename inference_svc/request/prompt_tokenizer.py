@@ -1,0 +1,226 @@
+"""Prompt tokenizer: tokenizes the prompts of requests within the context's limits, and converts tokens to text."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from secrets import token_hex
+
+from kvsidecar.errors import InvalidRequest, PromptTooLong
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.chat_template.chat_template import ChatTemplate
+from inference_svc.chat_template.template_messages import prompt_texts
+from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.models.loader import LoadedModel
+from inference_svc.request.sampled_calls import SampledCalls
+from inference_svc.scheduling.context_limits import ContextLimits
+from inference_svc.sequence.sequence import Sequence
+
+# A text of more than _USUAL_CHARACTERS_PER_TOKEN characters per token of the context is first tokenized in pieces of
+# _PIECE_CHARACTERS, to count its tokens. A cut between pieces causes at most _CUT_TOKENS additional tokens.
+_USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
+_MAX_SEPARATOR = 64
+# A prompt that will be truncated may be at most this many times as long as the context.
+_MAX_TRUNCATION_FACTOR = 4
+
+
+class PromptTokenizer:
+    """Tokenizes the prompts of one model. Any thread may call the methods."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        chat_template: ChatTemplate,
+        context_length: int,
+        context_limits: ContextLimits,
+        document_separator: str,
+    ) -> None:
+        """``context_limits`` are the pool's limits, for error messages. Requests may set another separator."""
+        self._tokenizer, self._stop_tokens = loaded.tokenizer, loaded.stop_tokens
+        self._vocabulary = int(loaded.config.vocab_size)
+        self._chat_template, self._separator = chat_template, document_separator
+        self._context, self._context_limits = context_length, context_limits
+        self._sampled_calls = SampledCalls()
+        # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
+        self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def checked_tokens(
+        self,
+        prompt: pb.Prompt,
+        generation_prompt: bool = True,
+        cache: pb.CacheOptions | None = None,
+        max_tokens: int | None = None,
+        truncation: pb.Truncation.ValueType = pb.TRUNCATION_UNSPECIFIED,
+    ) -> tuple[list[int], DocumentMarks]:
+        """Return the result of ``tokens`` for a prompt that must fit into the context.
+
+        With ``max_tokens``, a longer prompt is truncated as ``truncation`` says, by default to its last tokens. Raises
+        PromptTooLong; a text with too many characters is not even tokenized.
+        """
+        if max_tokens is not None:
+            size = self._check_characters(*prompt_texts(prompt))
+            if size > _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN:
+                raise PromptTooLong(
+                    f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
+                )
+            ids, marks = self._truncate(prompt, *self.tokens(prompt, generation_prompt, cache), max_tokens, truncation)
+            self._check_length(len(ids))
+            return ids, marks
+        self._check_length(len(prompt.token_ids.ids))
+        self._check_size(*prompt_texts(prompt))
+        ids, marks = self.tokens(prompt, generation_prompt, cache)
+        self._check_length(len(ids))
+        return ids, marks
+
+    def _truncate(
+        self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, most: int, side: pb.Truncation.ValueType
+    ) -> tuple[list[int], DocumentMarks]:
+        """Truncate a prompt to ``most`` tokens.
+
+        At the left, it removes tokens behind the special tokens at the start and keeps the last tokens. In the middle,
+        it keeps equal numbers of first and last tokens. At the right, it keeps the first tokens.
+        """
+        kept = {pb.TRUNCATION_MIDDLE: most // 2, pb.TRUNCATION_RIGHT: most}.get(side)
+        head = kept or 0
+        if kept is None and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
+            special = self.ids("", True)
+            head = len(special) if ids[: len(special)] == special and len(special) < most else 0
+        cut = len(ids) - most
+        if cut <= 0:
+            return ids, marks
+        before = [end for end in marks.segment_ends if end <= head] if kept is not None else []
+        ends = (*before, *(end - cut for end in marks.segment_ends if end > cut + head))
+        return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
+
+    def _check_length(self, tokens: int) -> None:
+        self._context_limits.check(tokens)
+
+    def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
+        """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
+        self._check_characters(*prompt_texts(prompt))
+        return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
+
+    def _check_characters(self, *texts: str) -> int:
+        """Return the number of characters. Raises PromptTooLong if they cannot fit into the context."""
+        size = sum(map(len, texts))
+        if size > self._max_characters:
+            raise PromptTooLong(
+                f"the prompt is too long: it has {size} characters; a context of {self._context} tokens holds at most "
+                f"{self._max_characters}"
+            )
+        return size
+
+    def _check_size(self, *texts: str) -> None:
+        """Refuse texts that cannot fit, before they are tokenized as a whole.
+
+        Tokenization takes hundreds of bytes per character, so the tokens of long texts are first counted in pieces.
+        """
+        size = self._check_characters(*texts)
+        if size <= self._context * _USUAL_CHARACTERS_PER_TOKEN:
+            return
+        counted = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE_CHARACTERS):
+                # A cut within a word results in a few additional tokens.
+                cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
+                counted += max(0, len(self.ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
+                self._context_limits.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
+
+    def tokens(
+        self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
+    ) -> tuple[list[int], DocumentMarks]:
+        """Return the token ids of a prompt (at least one) and its document marks.
+
+        Text with document separators is tokenized document by document, so that a document has the same tokens at any
+        position.
+        """
+        cache = pb.CacheOptions() if cache is None else cache
+        separator = cache.document_separator if cache.HasField("document_separator") else self._separator
+        if len(separator) > _MAX_SEPARATOR:
+            raise InvalidRequest(
+                f"document_separator has {len(separator)} characters; at most {_MAX_SEPARATOR} are allowed"
+            )
+        kind = prompt.WhichOneof("kind")
+        if cache.segment_ends and kind != "token_ids":
+            raise InvalidRequest("segment_ends counts tokens; send the prompt as token_ids with it")
+        if kind == "token_ids":
+            ids = list(prompt.token_ids.ids)
+            wrong = next((i for i in ids if i >= self._vocabulary), None)
+            if wrong is not None:
+                raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._vocabulary}")
+            marks = self._marks(cache, separator, len(ids))
+        elif kind == "text":
+            ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
+        elif kind == "chat":
+            ids, marks = self._encode_chat(prompt, generation_prompt, separator, cache.tenant_salt)
+        else:
+            raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
+        if not ids:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        return ids, marks
+
+    def _encode_chat(
+        self, prompt: pb.Prompt, generation_prompt: bool, separator: str, salt: bytes
+    ) -> tuple[list[int], DocumentMarks]:
+        """Render and tokenize a chat. Tool calls from earlier answers keep the tokens that the model sampled."""
+        chat, special = prompt.chat, prompt.with_special_tokens
+        sampled = {
+            i: ids for i, m in enumerate(chat.messages) if (ids := self._sampled_calls.find(salt, m)) is not None
+        }
+        marker, pieces = token_hex(16), list[str]()  # no text has this marker, and templates write it as it is
+        if sampled:
+            with suppress(InvalidRequest):  # templates may demand a call before a result
+                rendered = self._chat_template.render(chat, generation_prompt, dict.fromkeys(sampled, marker))
+                pieces = rendered.split(marker)
+        if len(pieces) != len(sampled) + 1:
+            return self._encode(self._chat_template.render(chat, generation_prompt), special, separator)
+        ids, ends = [], list[int]()
+        for piece, tokens in zip(pieces, [*sampled.values(), []], strict=True):
+            found, marks = self._encode(piece, special and not ids, separator)
+            ends += [len(ids) + end for end in marks.segment_ends]
+            ids += found + tokens
+        return ids, DocumentMarks(segment_ends=tuple(ends))
+
+    def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
+        """Keep the tokens of a complete answer with calls; clients send the answer back as ``message``."""
+        tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
+        self._sampled_calls.keep(salt, message, tokens[: -1 if tokens[-1] in self._stop_tokens else None])
+
+    def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], DocumentMarks]:
+        if not separator or separator not in text:
+            return self.ids(text, special), DocumentMarks()
+        first, *others = text.split(separator)
+        ids, ends = self.ids(first, special), []
+        for other in others:
+            ends.append(len(ids))
+            ids += self.ids(separator + other, False)
+        return ids, DocumentMarks(segment_ends=tuple(end for end in ends if end))
+
+    def ids(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text; with ``special``, also the special tokens that the tokenizer adds."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _marks(self, cache: pb.CacheOptions, separator: str, tokens: int) -> DocumentMarks:
+        ends = tuple(cache.segment_ends)
+        if any(b <= a for a, b in pairwise((0, *ends))) or (ends and ends[-1] > tokens):
+            raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
+        return DocumentMarks(tuple(self.ids(separator, False)) if separator else (), ends)
+
+    def text(self, ids: list[int]) -> str:
+        """Convert token ids to text, with special tokens; padding ids of the vocabulary have no text."""
+        known = len(self._tokenizer)
+        return str(self._tokenizer.decode([i for i in ids if i < known]))
+
+    def token_names(self, ids: list[int]) -> list[str]:
+        """Return the tokens' names in the vocabulary; empty for padding ids."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(ids)]
+
+    def config(self) -> str:
+        """Return the tokenizer's settings as a JSON object, without paths."""
+        given = {k: v for k, v in self._tokenizer.init_kwargs.items() if not k.endswith(("_file", "_path"))}
+        own = {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
+        return json.dumps({**given, **own}, default=str)
