@@ -106,7 +106,8 @@ def _table(plan: SizePlan, geometry: Geometry, options: argparse.Namespace, runn
     tokens = options.context * options.sessions
     kept = f"{options.sessions:,} sessions of {options.context:,} tokens"
     table = Table(show_header=False)
-    table.add_row("a token", " · ".join(f"{format_size(n)} at {b} bits" for b, n in plan.bytes_per_token.items()),
+    per_token = {"as computed" if bits == 16 else f"at {bits} bits": n for bits, n in plan.bytes_per_token.items()}
+    table.add_row("a token", " · ".join(f"{format_size(n)} {width}" for width, n in per_token.items()),
                   f"2 · {geometry.layers} layers · {geometry.kv_heads} heads · {geometry.head_dim} channels, {dtype}; "
                   "CPUs without native bfloat16 compute in float32: --dtype float32")  # fmt: skip
     table.add_row("arena, all in memory", format_size(plan.arena_bytes), f"{kept}: {tokens:,} tokens")

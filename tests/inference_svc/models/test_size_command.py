@@ -35,6 +35,13 @@ def test_a_model_of_known_size() -> None:
     assert plan["memory_bytes"] == plan["arena_bytes"] + (128 << 20) + 2 * (plan["pool_bytes"] + (256 << 20))
 
 
+def test_the_table_does_not_call_float32_16_bits() -> None:
+    table = size("shape:qwen2.5-0.5b", "--context", "8192", "--sessions", "1", "--dtype", "float32").stdout
+    assert "24.0 KiB as computed" in table
+    assert "at 8 bits" in table
+    assert "at 16 bits" not in table
+
+
 def test_a_node_with_the_planned_sizes_keeps_all_sessions_in_memory() -> None:
     sessions, context = 6, 512
     with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", daemon_flags={"store": "none"}) as node:
