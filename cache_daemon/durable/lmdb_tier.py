@@ -19,6 +19,7 @@ import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
+from cache_daemon.durable.compaction import rebuild
 from cache_daemon.durable.compression_policy import MIN_CALIBRATION_BYTES, Compression, CompressionPolicy
 from cache_daemon.durable.disk_space import PROBE_BYTES, DiskSpace, is_full
 from cache_daemon.durable.durable_tier import (
@@ -46,7 +47,7 @@ from cache_daemon.durable.record_format import (
     decode_record,
     decrypt_header,
 )
-from cache_daemon.durable.recovery import open_data, rebuild
+from cache_daemon.durable.recovery import open_data
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.durable.tier_contents import TierContents, gc_paused, load_order, read_contents

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from kvsidecar.errors import StoreUnavailable
 
+from cache_daemon.durable.compaction import payload_is_intact, rebuild
 from cache_daemon.durable.durable_tier import OutOfSpace, TierFailed
 from cache_daemon.durable.encryption import cipher_for
 from cache_daemon.durable.lmdb_file import LmdbCorruption, PageFile
 from cache_daemon.durable.record_format import CorruptRecord, decrypt_header
-from cache_daemon.durable.recovery import check_key, other_version, payload_is_intact, rebuild
+from cache_daemon.durable.recovery import check_key, other_version
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import UnsupportedVersion, lenient_scan, strict_scan
 from cache_daemon.durable.tier_contents import read_contents
