@@ -19,12 +19,12 @@ from benchmarks.eviction_replay import Tier
 from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
 from cache_daemon.eviction import DEFAULT, POLICIES
 from inference_svc.gateway.fleet.fleet_router import (
-    HashRing,
     PromptPrefixHashes,
     RouteCandidate,
     choose_node,
     nodes_to_query,
 )
+from inference_svc.gateway.fleet.hash_ring import HashRing
 
 Routing = Literal["random", "load", "owner", "prefix"]
 RemoteWrite = Literal["second-use", "all", "never"]

@@ -90,6 +90,7 @@ def test_no_module_is_named_by_a_verb_in_ing() -> None:
         "accounting",
         "chunking",
         "folding",
+        "ring",
         "rounding",
         "sampling",
         "scaling",

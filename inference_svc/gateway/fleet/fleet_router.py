@@ -4,8 +4,8 @@ The node with the longest cached prefix gets the prompt, unless its load outweig
 routing state and decides only by the nodes' reports, so all gateways of a fleet decide alike.
 
 In a small fleet the gateway queries every node for its cached prefix. In a large fleet it queries only the nodes to
-which a hash ring maps the prompt's prefix hashes (Karger et al., "Consistent Hashing and Random Trees", 1997). Every
-gateway maps prompts with a common prefix to the same nodes. The turns of one conversation have a common prefix, too.
+which a hash ring maps the prompt's prefix hashes. Every gateway maps prompts with a common prefix to the same nodes.
+The turns of one conversation have a common prefix, too.
 
 ``worker_router`` also routes by prefix and load, but among the workers of one node, which share a cache. Unlike this
 module, it remembers which worker last processed a prefix.
@@ -13,20 +13,19 @@ module, it remembers which worker last processed a prefix.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.gateway.anthropic_api.content_blocks import without_billing_header
+from inference_svc.gateway.fleet.hash_ring import HashRing, hash_point
 
 MAX_QUERY_ALL_NODES = 16
 """A fleet of at most this many nodes is small: the gateway queries every node."""
 MAX_LOAD_DIFFERENCE = 4.0
 """A node that has the whole prompt cached may have this many more requests per worker than the least busy node."""
-_POINTS_PER_NODE = 64  # with this many points on the ring, the shares of 100 nodes differ by about a tenth
 _FIRST_PREFIX_BYTES = 256  # hashed prefixes of the text have this length, twice this length, four times…
 _MAX_MESSAGE_PREFIXES = 4  # a conversation also has prefixes of its first parts
 
@@ -109,31 +108,6 @@ def _bytes(part: Any) -> bytes:
     return json.dumps(part, sort_keys=True, separators=(",", ":")).encode()
 
 
-class HashRing:
-    """Consistent-hash ring of node names."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._points = sorted(
-            (_point(f"{name} {i}".encode()), name) for name in set(names) for i in range(_POINTS_PER_NODE)
-        )
-
-    def first(self, digest: bytes, able: Collection[str]) -> str:
-        """Return the first name from ``able`` that follows the hash ``digest`` on the ring.
-
-        At least one name of ``able`` must be on the ring.
-        """
-        begin = bisect.bisect(self._points, (_point(digest), ""))
-        for i in range(len(self._points)):
-            name = self._points[(begin + i) % len(self._points)][1]
-            if name in able:
-                return name
-        raise ValueError("no name of the ring is able")
-
-
-def _point(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-
-
 def nodes_to_query(
     ring: HashRing, standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes
 ) -> list[RouteCandidate]:
@@ -166,4 +140,4 @@ def choose_node(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes,
 
 def _rendezvous_choice(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes) -> RouteCandidate:
     """Break a tie by rendezvous hashing of node name and prompt, so that every gateway makes the same choice."""
-    return min(standings, key=lambda one: _point(prompt.session_key + one.name.encode()))
+    return min(standings, key=lambda one: hash_point(prompt.session_key + one.name.encode()))

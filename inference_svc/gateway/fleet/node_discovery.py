@@ -15,7 +15,8 @@ import structlog
 from kvsidecar.errors import Unavailable
 from kvsidecar.net.addresses import TcpAddress
 
-from inference_svc.gateway.fleet.fleet_router import HashRing, RouteCandidate
+from inference_svc.gateway.fleet.fleet_router import RouteCandidate
+from inference_svc.gateway.fleet.hash_ring import HashRing
 from inference_svc.gateway.fleet.node_addresses import NodeAddress
 from inference_svc.gateway.fleet_api import SERVING_PATH
 from inference_svc.gateway.model_aliases import lists

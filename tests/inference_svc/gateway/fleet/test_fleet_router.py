@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from inference_svc.gateway.fleet.fleet_router import (
     MAX_LOAD_DIFFERENCE,
     MAX_QUERY_ALL_NODES,
-    HashRing,
     RouteCandidate,
     choose_node,
     nodes_to_query,
     prompt_prefix_hashes,
 )
+from inference_svc.gateway.fleet.hash_ring import HashRing
 
 LONG = "a text that says something at length and goes on for a while, as texts do. " * 40
 texts = st.text(alphabet="ab", max_size=3000)
