@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from kvsidecar.bulk_transfer import TenantScope, TransferResult, transfer_tenant
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.daemon_transfer import TenantScope, TransferResult, transfer_tenant
 from kvsidecar.errors import InvalidRequest, Unavailable
 
 from benchmarks.certificate_authority import CertificateAuthority

@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvsidecar.bulk_transfer import TenantScope, TransferResult, descriptor_of, transfer_tenant
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.daemon_target import Salt, at_daemon, connected, namespace_bytes, salt_bytes
+from kvsidecar.daemon_transfer import TenantScope, TransferResult, descriptor_of, transfer_tenant
 from kvsidecar.errors import InvalidRequest
 
 Name = Annotated[str, typer.Argument(help="The namespace (64 hex digits, `cache stats --json`).")]
