@@ -19,13 +19,13 @@ from kvkernels.cpu.quantized_gemm import QuantizedWeight
 from kvkernels.cuda import awq_gemm
 from kvsidecar.errors import ModelUnsupported
 from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from inference_svc.models import compressed_tensors
 from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
+from inference_svc.models.safetensors_reader import shape_in, tensor_files, tensor_in
 
 METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
@@ -152,45 +152,6 @@ def load_awq(
     set_weights(model, state)
     set_generation_config(model, folder)
     return model
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map each tensor of a folder's safetensors to its file."""
-    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as data:
-            return list(data.keys())
-    except SafetensorError as error:
-        raise ModelUnsupported(f"{file} is damaged: {error}") from error
-
-
-def tensor_in(where: dict[str, Path], name: str) -> Tensor:
-    """Load one tensor. Raises ModelUnsupported if it is missing."""
-    if name not in where:
-        raise ModelUnsupported(f"the model's files have no {name}, which its 4-bit weights need")
-    with safe_open(where[name], "pt") as data:
-        return data.get_tensor(name)  # type: ignore[no-any-return]
-
-
-def shape_in(where: dict[str, Path], name: str) -> list[int]:
-    """Shape of an existing tensor."""
-    with safe_open(where[name], "pt") as data:
-        return list(data.get_slice(name).get_shape())
-
-
-def dtype_in(where: dict[str, Path], name: str) -> torch.dtype:
-    """Dtype of an existing tensor."""
-    with safe_open(where[name], "pt") as data:
-        return data.get_slice(name)[:1].dtype  # type: ignore[no-any-return]
-
-
-def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
-    """Load some rows of an existing tensor."""
-    with safe_open(where[name], "pt") as data:
-        return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
 
 
 def parts_in(where: dict[str, Path], linear: str) -> PackedWeight:

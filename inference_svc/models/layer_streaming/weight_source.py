@@ -11,7 +11,7 @@ from kvkernels.cpu import f32_gemm
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
 
-from inference_svc.models import awq_checkpoint
+from inference_svc.models import awq_checkpoint, safetensors_reader
 
 
 class WeightSource(Protocol):
@@ -72,7 +72,7 @@ class CheckpointWeights:
 
     def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.LinearFactory | None) -> None:
         self._folder, self._dtype, self._keep = folder, dtype, keep
-        self._where = awq_checkpoint.tensor_files(folder)
+        self._where = safetensors_reader.tensor_files(folder)
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         for name in [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
@@ -86,18 +86,18 @@ class CheckpointWeights:
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
         self._check(name, shape)
         for first, end in _pieces(shape, self._dtype):
-            yield awq_checkpoint.rows_in(self._where, name, first, end).to(self._dtype)
+            yield safetensors_reader.rows_in(self._where, name, first, end).to(self._dtype)
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
         if awq_checkpoint.is_packed(self._where, name.removesuffix(".weight")):
             return "float32"  # the layer file stores it dequantized
         self._check(name, shape)
-        if awq_checkpoint.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
-            return str(awq_checkpoint.dtype_in(self._where, name)).removeprefix("torch.")
+        if safetensors_reader.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
+            return str(safetensors_reader.dtype_in(self._where, name)).removeprefix("torch.")
         if all_rows:
             return f32_gemm.storage_of(lambda: self.rows(name, shape))
         some = [
-            awq_checkpoint.rows_in(self._where, name, i, i + 1)
+            safetensors_reader.rows_in(self._where, name, i, i + 1)
             for i in range(0, shape[0], -(-shape[0] // _SAMPLED_ROWS))
         ]
         # For most weights the first row already shows that codes cannot store them.
@@ -110,12 +110,12 @@ class CheckpointWeights:
 
     def _tensor(self, name: str, shape: torch.Size) -> Tensor:
         self._check(name, shape)
-        return awq_checkpoint.tensor_in(self._where, name).to(self._dtype)
+        return safetensors_reader.tensor_in(self._where, name).to(self._dtype)
 
     def _check(self, name: str, shape: torch.Size) -> None:
         if name not in self._where:
             raise ModelUnsupported(f"the files in {self._folder} have no {name}, by which streaming would find it")
-        found = awq_checkpoint.shape_in(self._where, name)
+        found = safetensors_reader.shape_in(self._where, name)
         if found != list(shape):
             raise ModelUnsupported(f"{name} is {found} in {self._folder}, and {list(shape)} in its model")
 

@@ -11,9 +11,9 @@ from kvsidecar.errors import ModelUnsupported
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from inference_svc.models.awq_checkpoint import shape_in, tensor_files
 from inference_svc.models.layer_streaming.weight_source import fill_random
 from inference_svc.models.meta_model import build_meta_model, set_generation_config
+from inference_svc.models.safetensors_reader import shape_in, tensor_files
 from inference_svc.models.tensor_parallel.shard_plan import Part, ShardPlan
 
 # Reads the given ranges of one dimension of a parameter. Without a dimension, reads the whole parameter.

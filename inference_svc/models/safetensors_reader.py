@@ -1,0 +1,52 @@
+"""Reads single tensors of the safetensors files in a model's folder.
+
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from kvsidecar.errors import ModelUnsupported
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Map each tensor of a folder's safetensors to its file."""
+    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as data:
+            return list(data.keys())
+    except SafetensorError as error:
+        raise ModelUnsupported(f"{file} is damaged: {error}") from error
+
+
+def tensor_in(where: dict[str, Path], name: str) -> Tensor:
+    """Load one tensor. Raises ModelUnsupported if it is missing."""
+    if name not in where:
+        raise ModelUnsupported(f"the model's files have no {name}, which the model needs")
+    with safe_open(where[name], "pt") as data:
+        return data.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def shape_in(where: dict[str, Path], name: str) -> list[int]:
+    """Shape of an existing tensor."""
+    with safe_open(where[name], "pt") as data:
+        return list(data.get_slice(name).get_shape())
+
+
+def dtype_in(where: dict[str, Path], name: str) -> torch.dtype:
+    """Dtype of an existing tensor."""
+    with safe_open(where[name], "pt") as data:
+        return data.get_slice(name)[:1].dtype  # type: ignore[no-any-return]
+
+
+def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
+    """Load some rows of an existing tensor."""
+    with safe_open(where[name], "pt") as data:
+        return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
