@@ -1,5 +1,6 @@
-"""RoPE shift: rotates stored keys to new positions.
+"""RoPE shift: computes the rotations that move stored keys to new positions.
 
+The kernels of ``kv_pack`` apply them while they unpack a chunk.
 A stored key is already rotated for its original position. RoPE's rotations add up, so a further rotation by the
 difference of positions gives the key at the new position (Su et al., arXiv:2104.09864). This holds for every variant
 with fixed frequencies: plain, linear, llama3, YaRN (whose scale is part of the stored key), and partial rotary, which
