@@ -255,5 +255,33 @@ def test_deleting_a_tenant_leaves_the_others(start: Callable[..., Node]) -> None
     cache("delete", "--all", "--namespace", peer.namespace.hex(), "--salt", "another", of=node)
     assert peer.read(FIRST) == len(FIRST)
     assert peer.read(FIRST, salt=b"another") == 0
+    nothing = cache("delete", "--all", "--namespace", peer.namespace.hex(), "--salt", "another", of=node)
+    assert nothing.startswith("deleted 0 chunks: none has this namespace and salt")
     assert "deleted 1 chunks" in cache("delete", "--all", of=node)
+    peer.close()
+
+
+def test_tenants_that_no_worker_uses_are_found_and_deleted_by_their_root(start: Callable[..., Node]) -> None:
+    """After an update, an operator knows neither the namespace nor the salts of older chunks."""
+    node = start()
+    peer = Peer(node)
+    peer.put(FIRST)
+    peer.put(FIRST + SECOND, salt=b"another")
+    head, *rows = [line.split("\t") for line in cache("list", "--roots", of=node).splitlines()]
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [row["workers"] for row in found] == ["", "peer"], "the largest first"
+    assert [int(row["tokens"]) for row in found] == [len(FIRST + SECOND), len(FIRST)]
+    listed = json.loads(cache("list", "--roots", "--json", of=node))
+    assert [row["root"] for row in listed] == [row["root"] for row in found]
+    unused = found[0]["root"]
+    for option in ("--root", "--namespace"):
+        with pytest.raises(InvalidRequest, match=f"{option} is empty"):
+            cache("delete", "--all", option, "", of=node)
+    with pytest.raises(InvalidRequest, match="no tenant roots begin with 'zz'"):
+        cache("delete", "--all", "--root", "zz", of=node)
+    with pytest.raises(InvalidRequest, match="--root names a tenant for --all"):
+        cache("delete", "--all", "--root", unused, "--namespace", peer.namespace.hex(), of=node)
+    assert "deleted" in cache("delete", "--all", "--root", unused[:8], of=node)
+    assert peer.read(FIRST + SECOND, salt=b"another") == 0
+    assert peer.read(FIRST) == len(FIRST)
     peer.close()

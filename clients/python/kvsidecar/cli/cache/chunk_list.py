@@ -28,6 +28,7 @@ _COLUMNS = (
     "chunk", "parent", "root", "workers", "position", "tokens", "bits", "payload_bytes", "stored_bytes", "where",
     "leases", "hits", "idle_seconds",
 )  # fmt: skip
+_SUMS = ("chunks", "tokens", "payload_bytes", "stored_bytes")
 _NARROW = ("chunk", "of", "tokens", "size", "where", "hits")
 _WIDE = ("chunk", "of", "position", "tokens", "bits", "size", "where", "leases", "hits", "idle")
 _WIDE_FROM = 118
@@ -39,6 +40,7 @@ ChunkName = Annotated[str, typer.Argument(help="The chunk's hash, or its first d
 def list_chunks(
     daemon: Any,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of chunks; 0 shows all.")] = 100,
+    roots: Annotated[bool, typer.Option("--roots", help="One line per tenant root, with its sums.")] = False,
     json: AsJson = False,
     namespace: Namespace = "",
     salt: Salt = "",
@@ -46,8 +48,11 @@ def list_chunks(
     """List stored chunks: a table on a terminal, else tab-separated lines with full hashes.
 
     `workers` (in a table `of`) names the attached workers that use a chunk, for chunks without a salt or of --salt.
-    `cache show` shows a chunk's text.
+    Other chunks have the first digits of their tenant root there. `cache show` shows a chunk's text.
     """
+    if roots:
+        _list_roots(chunks(daemon, namespace, salt), _workers(daemon, salt), json)
+        return
     found = chunks(daemon, namespace, salt)
     shown = list(islice(found, limit or None))
     more = next(found, None) is not None
@@ -72,6 +77,35 @@ def chunks(daemon: Any, namespace: str = "", salt: str = "") -> Iterator[pb.Chun
         token = page.next_page_token
         if not token:
             return
+
+
+def _list_roots(found: Iterator[pb.ChunkInfo], known: dict[bytes, list[str]], json: bool) -> None:
+    """Print the sums of each tenant root, the largest first."""
+    sums: dict[bytes, dict[str, Any]] = {}
+    for c in found:
+        row = sums.setdefault(
+            c.root, {"root": c.root.hex(), "workers": known.get(c.root, []), **dict.fromkeys(_SUMS, 0)}
+        )
+        row["chunks"] += 1
+        for name in _SUMS[1:]:
+            row[name] += getattr(c, name)
+        row["idle_seconds"] = min(row.get("idle_seconds", c.idle_seconds), c.idle_seconds)
+    rows = sorted(sums.values(), key=lambda row: -row["payload_bytes"])
+    if json:
+        print_json(rows)
+        return
+    print("\t".join(("root", "workers", *_SUMS, "idle_seconds")))
+    for row in rows:
+        values = ",".join(row["workers"]), *(row[name] for name in _SUMS), f"{row['idle_seconds']:.1f}"
+        print("\t".join(map(str, (row["root"], *values))))
+
+
+def find_root(daemon: Any, beginning: str) -> bytes:
+    """Find the tenant root by its first digits. Raises InvalidRequest unless exactly one matches."""
+    found = {c.root for c in chunks(daemon) if c.root.hex().startswith(beginning.lower())}
+    if len(found) != 1:
+        raise InvalidRequest(f"{len(found) or 'no'} tenant roots begin with {beginning!r}; see `cache list --roots`")
+    return found.pop()
 
 
 def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb.ChunkInfo:

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cli.cache.chunk_list import ChunkName, find, prefix_of
+from kvsidecar.cli.cache.chunk_list import ChunkName, find, find_root, prefix_of
 from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, Namespace, Salt, at_daemon, scope
 from kvsidecar.errors import InvalidRequest
+
+_NO_CHUNK = "none has this namespace and salt; `cache list --roots` shows the tenants that have chunks"
 
 
 @at_daemon
@@ -33,18 +35,29 @@ def delete(
     daemon: Any,
     chunk: Annotated[str, typer.Argument(help="The chunk's hash or its first digits; leave out with --all.")] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="Delete all chunks; with --namespace only the tenant's.")
+        bool, typer.Option("--all", help="Delete all chunks; with --namespace or --root only the tenant's.")
     ] = False,
-    namespace: Namespace = "",
+    root: Annotated[
+        str | None, typer.Option(help="Only this tenant root, or its first digits (`cache list --roots`).")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Only this namespace (64 hex digits), with --salt its tenant.")
+    ] = None,
     salt: Salt = "",
 ) -> None:
     """Delete a chunk and all its descendants."""
+    for name, value in (("--root", root), ("--namespace", namespace)):
+        if value == "":  # as of a script's unset variable
+            raise InvalidRequest(f"{name} is empty; name one, or leave it out to delete the chunks of all tenants")
+    namespace = namespace or ""
     if bool(chunk) == everything:
         raise InvalidRequest("name one chunk, or say --all")
-    prefix = (
-        pb.PrefixRef(**scope(namespace, salt))
-        if everything
-        else prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
-    )
-    result = daemon.Delete(pb.DeleteRequest(prefix=prefix), timeout=10 * CALL_SECONDS)
-    print(f"deleted {result.deleted} chunks")
+    if root and (chunk or namespace or salt):
+        raise InvalidRequest("--root names a tenant for --all; give no chunk, --namespace or --salt with it")
+    if not everything:
+        prefix = prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
+    else:
+        tenant = {"root": find_root(daemon, root)} if root else scope(namespace, salt)
+        prefix = pb.PrefixRef(**tenant)
+    deleted = daemon.Delete(pb.DeleteRequest(prefix=prefix), timeout=10 * CALL_SECONDS).deleted
+    print(f"deleted {deleted} chunks" if deleted or not namespace else f"deleted 0 chunks: {_NO_CHUNK}")
