@@ -49,6 +49,13 @@ StoreDir = Annotated[
     Path | None,
     typer.Option(envvar="KVSIDECAR_CACHE_STORE", help="Folder of the store; the daemon's default when left out."),
 ]
+ExportedStore = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="KVSIDECAR_CACHE_STORE",
+        help="Folder of a stopped daemon's store. The variable, or else the default, counts only if no daemon runs.",
+    ),
+]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -110,6 +117,7 @@ def verify(
 
 @app.command("export")
 def export(
+    context: typer.Context,
     file: Annotated[
         str,
         typer.Argument(
@@ -120,7 +128,7 @@ def export(
     namespace: Annotated[str, typer.Option(help="A namespace (64 hex digits, `cache stats --json`).")] = "",
     salt: Annotated[str, typer.Option(help="A tenant's salt within the namespace, or @FILE to read it from.")] = "",
     root: Hashes = None,
-    store: StoreDir = None,
+    store: ExportedStore = None,
     socket: Annotated[
         Path | None,
         typer.Option(envvar="KVSIDECAR_CACHE_SOCKET", help="Socket of a running daemon, to export from it."),
@@ -140,7 +148,7 @@ def export(
         raise InvalidRequest("say what to export: --namespace (with --salt), --root, or --all")
     wanted = None if everything else roots
     with (
-        _source(store, socket, wanted, key_file) as source,
+        _source(context, store, socket, wanted, key_file) as source,
         _archive(file, upload_on_exit, secret_file, ca, staging) as path,
         _progress("chunks") as heard,
     ):
@@ -233,21 +241,34 @@ def _hash(option: str, text: str) -> bytes:
 
 @contextmanager
 def _source(
-    store: Path | None, socket: Path | None, roots: frozenset[bytes] | None, key_file: Path | None
+    context: typer.Context,
+    store: Path | None,
+    socket: Path | None,
+    roots: frozenset[bytes] | None,
+    key_file: Path | None,
 ) -> Iterator[ArchiveSource]:
-    """Yield a running daemon, or the store of a stopped daemon.
-
-    If the environment names both a socket and a store, as in a daemon's container, the running daemon is preferred.
-    """
+    """Yield a running daemon, or the store of a stopped daemon."""
     target = socket if socket is not None else own_runtime_dir() / "cache.sock"
-    only_one_is_named = (socket is None) != (store is None)
-    if socket is not None if only_one_is_named else listens(target):
+    if _reads_daemon(context, store, socket, target):
         with connected(str(target)) as daemon:
             yield OnlineBackup(daemon, roots)
         return
     folder = _folder(store)
     with _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier:
         yield tier
+
+
+def _reads_daemon(context: typer.Context, store: Path | None, socket: Path | None, target: Path) -> bool:
+    """Return True to read the running daemon.
+
+    An option of the command line decides. If the environment names the store, or the store and the socket as in a
+    daemon's container, a daemon is read if it runs.
+    """
+    sources = {name: context.get_parameter_source(name) for name in ("store", "socket")}
+    named = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    if len(named) == 1:
+        return named == {"socket"}
+    return listens(target) or (socket is not None and store is None)
 
 
 @contextmanager

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import DeleteRequest, PrefixRef
+from kvsidecar.errors import StoreUnavailable, Unavailable
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer
@@ -110,3 +112,25 @@ def test_lifetimes_and_the_choice_of_tenants_hold_for_a_running_daemon(
     (chunk,) = peer.list_all()
     assert 3000 < chunk.ttl_seconds <= 3600
     peer.close()
+
+
+def test_a_store_in_the_environment_does_not_hide_the_running_daemon(
+    start: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator's shell often has the daemon's settings, as its container has; the command line goes first."""
+    node, archive = start(), tmp_path / "all.kv"
+    peer = Peer(node)
+    peer.put([1, 2, 3])
+    node.settle()
+    peer.close()
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE", str(node.folder / "store"))
+    monkeypatch.setenv("KVSIDECAR_RUNTIME_DIR", str(node.cache_socket.parent))
+    assert "exported 1 chunks" in on_store("export", archive, "--all")
+    monkeypatch.setenv("KVSIDECAR_CACHE_SOCKET", str(node.cache_socket))
+    assert "exported 1 chunks" in on_store("export", archive, "--all")
+    with pytest.raises(StoreUnavailable, match="another daemon uses the store"):
+        on_store("export", archive, "--all", "--store", node.folder / "store")
+    node.kill("daemon", 15)
+    assert "exported 1 chunks" in on_store("export", archive, "--all")
+    with pytest.raises(Unavailable, match="nothing answers at"):
+        on_store("export", archive, "--all", "--socket", node.cache_socket)
