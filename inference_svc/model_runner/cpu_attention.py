@@ -18,13 +18,18 @@ from inference_svc.model_runner.forward_batch import ForwardBatch, Segment
 assert PAGE_TOKENS == cpu_attention.PAGE
 
 
-def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = None) -> Attention:
-    """Prepares the attention of all layers of a batch, which use the same blocks."""
+def prepare_attention(
+    batch: ForwardBatch, heads: int, softcap: float | None = None, *, at_once: bool = False
+) -> Attention:
+    """Prepares the attention of all layers of a batch, which use the same blocks.
+
+    With ``at_once``, the batch's observer gets the probabilities of all layers after the last one, by ``report``.
+    """
     beyond = batch.pool.padding_slot
     rows = [cpu_attention.SequenceRows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
     pool = batch.pool
-    observed = batch.observer is not None
-    return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap, observed)
+    recorded = 0 if batch.observer is None else len(pool.keys) if at_once else 1
+    return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap, recorded)
 
 
 def attend_in_place(attention: Attention, batch: ForwardBatch, layer: int, scale: float, window: int | None) -> None:
@@ -33,8 +38,14 @@ def attend_in_place(attention: Attention, batch: ForwardBatch, layer: int, scale
     Reports the strongest probabilities to the batch's observer, if it has one.
     """
     attention(layer, scale, window)
+    report(attention, batch)
+
+
+def report(attention: Attention, batch: ForwardBatch) -> None:
+    """Reports the strongest probabilities of the recorded layers to the batch's observer, if it has one."""
     if batch.observer is not None:
-        batch.observer.see(torch.from_numpy(attention.max_probs()))
+        for strongest in attention.max_probs():
+            batch.observer.see(torch.from_numpy(strongest))
 
 
 def attend(

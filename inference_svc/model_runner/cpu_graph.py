@@ -28,17 +28,21 @@ from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
 # Maximum rows of each graph. With more rows, the kernels' time exceeds Python's.
 CAPACITIES = (12, 32)
+# Maximum size of the attention probabilities of all layers that a graph records for an observer.
+MAX_RECORDED_BYTES = 32 << 20
 # Maximum number of additional slots to which a row's keys and values are written: one per other branch.
 MAX_COPIES = MAX_BRANCHES - 1
 
 
-def can_capture(batch: ForwardBatch) -> bool:
+def can_capture(batch: ForwardBatch, heads: int) -> bool:
     """True if a batch needs no Python between its kernels.
 
-    Such a batch has few rows, no adapters, no layers that are still being loaded, and no observer.
+    Such a batch has few rows, no adapters and no layers that are still being loaded. An observer gets the probabilities
+    of all layers at the end, if they fit into ``MAX_RECORDED_BYTES``.
     """
     copies = 0 if batch.copies is None else len(batch.copies.lines)
-    silent = not batch.adapted and not batch.gates and batch.observer is None
+    recorded = 0 if batch.observer is None else len(batch.pool.keys) * heads * batch.segments[0].keys * 4
+    silent = not batch.adapted and not batch.gates and recorded <= MAX_RECORDED_BYTES
     return silent and batch.real <= CAPACITIES[-1] and copies <= MAX_COPIES
 
 
@@ -116,8 +120,10 @@ class CpuGraph:
             self._again[: len(lines), :count] = lines
         for kept, new in zip(self._angles, angles, strict=True):
             kept[:count] = new
-        self._attention.set_batch(cpu_attention.prepare_attention(batch, self._heads))
+        attention = cpu_attention.prepare_attention(batch, self._heads, at_once=True)
+        self._attention.set_batch(attention)
         self._chain.run(batch.real, torch.get_num_threads())
+        cpu_attention.report(attention, batch)
         return self._normed
 
 

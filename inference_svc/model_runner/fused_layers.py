@@ -115,12 +115,12 @@ class FusedLayers:
         """
         if (
             first == 0
-            and batch.wanted
-            and cpu_graph.can_capture(batch)
+            and (batch.wanted or batch.observer is not None)
+            and cpu_graph.can_capture(batch, self.widths.heads)
             and (chain := self._chain(hidden, batch)) is not None
         ):
             states = chain.run(hidden, batch, self.rope_table.at(batch.positions, hidden))
-            return states.index_select(0, batch.logit_rows)
+            return states.index_select(0, batch.logit_rows) if batch.wanted else None
         last = len(self._layers) - 1
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
             work = _LayerPass(self, hidden, batch)

@@ -315,7 +315,7 @@ template <class T> class Tile {
       const int64_t row = group * ROWS + i;
       const Floats most = load<Floats>(total_.maximum(row)), inverse = load<Floats>(total_.weights(row));
       const int64_t head = (unit_.tile * batch_.kv_heads + head_) * batch_.group_size + query_rows_[row].head;
-      float* to = batch_.max_probs + head * batch_.max_probs_stride + first_key_;
+      float* to = batch_.max_probs + job_.layer * batch_.max_probs_layer + head * batch_.max_probs_stride + first_key_;
       for (int p = 0; p < SCORES; p++) {
         const Floats found = exp2(scores[i][p] - most) * inverse, kept = load<Floats>(to + p * LANES);
         store(to + p * LANES, kept == kept ? larger(kept, found) : kept);

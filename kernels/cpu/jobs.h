@@ -20,8 +20,9 @@ struct AttentionBatch {
   float* scratch;            // [threads, scratch_floats(dim)]
   float* partial;            // states of the pieces of split tiles: [.., kv_heads, group_size rows, state_floats(dim)]
   int64_t* finished_pieces;  // [split tiles, kv_heads]; zeros before and after each layer
-  float* max_probs;          // [tiles, heads, max_probs_stride] of zeros, or null
+  float* max_probs;          // [recorded layers, tiles, heads, max_probs_stride] of zeros, or null
   int64_t max_probs_stride;  // keys up to the end of the last block
+  int64_t max_probs_layer;   // elements from one recorded layer to the next; 0 if all layers share one record
   int64_t kv_heads, group_size, dim;
   int64_t kv_head_stride;    // elements from one KV head to the next
   int64_t of_bf16;           // 1: elements are bfloat16; 0: float32
@@ -37,6 +38,7 @@ struct AttentionJob {
   const void* keys;    // [kv_heads, slots, dim]
   const void* values;  // likewise
   int64_t window;      // keys that a row attends to; larger than any sequence without a window
+  int64_t layer;       // index of the layer
   float scale;         // factor of scores, in units of log 2; with a soft cap, twice the factor inside tanh
 };
 

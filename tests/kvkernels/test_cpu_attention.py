@@ -117,11 +117,11 @@ def test_rows_may_be_scattered(dtype: torch.dtype) -> None:
 def test_it_says_how_hard_keys_are_looked_at(dtype: torch.dtype, window: int | None) -> None:
     case = Case(dtype, 64, 14, 2, 500, last(300, 500))
     rows, out = [SequenceRows(0, 300, case.pages)], torch.empty_like(case.query)
-    attention = Attention(case.positions, rows, 14, (case.keys, case.values), record_max_probs=True)
+    attention = Attention(case.positions, rows, 14, (case.keys, case.values), recorded_layers=1)
     attention.bind(case.query, out)
     for _ in range(2):
         attention(LAYER, 0.125, window)
-        found = torch.from_numpy(attention.max_probs())
+        found = torch.from_numpy(next(attention.max_probs()))
         want = case.weights(window).amax(1).float()
         torch.testing.assert_close(found[:, :500], want, atol=1e-6, rtol=1e-3)
         assert not found[:, 500:].any()

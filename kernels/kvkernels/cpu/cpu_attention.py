@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,6 +57,7 @@ class _Batch(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "max_probs_stride",
+                "max_probs_layer",
                 "kv_heads",
                 "group_size",
                 "dim",
@@ -76,6 +77,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("next_item", "joined_threads")),
         *((name, ctypes.c_void_p) for name in ("batch", "keys", "values")),
         ("window", ctypes.c_int64),
+        ("layer", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
 
@@ -118,13 +120,14 @@ class Attention:
         heads: int,
         pool: tuple[Tensor, Tensor],
         softcap: float | None = None,
-        record_max_probs: bool = False,
+        recorded_layers: int = 0,
     ) -> None:
         """Plan a batch; ``positions [rows]`` is contiguous.
 
         ``pool`` is keys and values, contiguous ``[layers, kv_heads, slots, dim]``. With ``softcap``, scores become
-        ``softcap * tanh(score / softcap)``. ``record_max_probs`` records the values for ``max_probs()``. Raises
-        ValueError if ``serves`` is False, or for more than 256 query heads per KV head.
+        ``softcap * tanh(score / softcap)``. ``recorded_layers`` is the number of layers whose ``max_probs()`` are
+        kept: none, 1 (the last computed layer) or all of the pool. Raises ValueError if ``serves`` is False, or for
+        more than 256 query heads per KV head.
         """
         keys, values = pool
         _, kv_heads, _, dim = keys.shape
@@ -133,12 +136,12 @@ class Attention:
             raise ValueError(f"no attention over {keys.dtype} heads of {dim} on this CPU, {group_size} to a key head")
         self._layers, self._threads = PoolLayers(keys, values, softcap), torch.get_num_threads()
         pages = np.concatenate([s.pages for s in sequences])
-        work = _Work.of(positions, sequences, kv_heads, group_size, self._threads, record_max_probs)
+        work = _Work.of(positions, sequences, kv_heads, group_size, self._threads, recorded_layers > 0)
         scratch = _scratch(library.number("attention_scratch", dim) * self._threads)
         partial = np.empty(work.partial_rows * heads * library.number("attention_state", dim), np.float32)
         finished_pieces = np.zeros((work.split_tiles, kv_heads), np.int64)
         keys_read = max(len(s.pages) for s in sequences) * PAGE
-        self._max_probs = np.empty((work.tiles, heads, keys_read), np.float32) if record_max_probs else None
+        self._max_probs = np.zeros((recorded_layers, work.tiles, heads, keys_read), np.float32)
         self._held: tuple[Any, ...] = positions, pages, work, scratch, partial, finished_pieces
         self._batch = _Batch(
             units=len(work.units),
@@ -148,8 +151,9 @@ class Attention:
             scratch=-(-scratch.ctypes.data // _ALIGN) * _ALIGN,
             partial=partial.ctypes.data,
             finished_pieces=finished_pieces.ctypes.data,
-            max_probs=None if self._max_probs is None else self._max_probs.ctypes.data,
+            max_probs=self._max_probs.ctypes.data if recorded_layers else None,
             max_probs_stride=keys_read,
+            max_probs_layer=self._max_probs[0].size if recorded_layers > 1 else 0,
             kv_heads=kv_heads,
             group_size=group_size,
             dim=dim,
@@ -169,19 +173,17 @@ class Attention:
 
         ``scale`` multiplies the scores. Releases the GIL.
         """
-        if self._max_probs is not None:
+        if len(self._max_probs) == 1:
             self._max_probs.fill(0)
         self._layers.call(self._batch, layer, scale, window).run(self._threads)
 
-    def max_probs(self) -> NDArray[np.float32]:
-        """Return each key's maximum probability over rows in the last computed layer.
+    def max_probs(self) -> Iterator[NDArray[np.float32]]:
+        """Yield each key's maximum probability over rows, ``[heads, keys]``, for each of the recorded layers.
 
-        The result is ``[heads, keys]``; keys extend to the end of a block. Requires ``record_max_probs`` and a batch of
-        one sequence.
+        Keys extend to the end of a block. Requires a batch of one sequence.
         """
-        assert self._max_probs is not None, "the batch was made without record_max_probs"
-        maxima: NDArray[np.float32] = self._max_probs.max(0)
-        return maxima
+        for layer in self._max_probs:
+            yield layer.max(0)
 
 
 class PreparedAttention:
@@ -228,6 +230,7 @@ class PoolLayers:
             keys=self._keys + at,
             values=self._values + at,
             window=window or _NO_WINDOW,
+            layer=layer,
             scale=scale * _LOG2E * (2 / self._softcap if self._softcap else 1),
         )
         return KernelCall(self._kernel, job, (batch, self._held), counters=2)

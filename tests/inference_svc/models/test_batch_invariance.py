@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -126,6 +126,16 @@ def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wa
     assert torch.equal(some, every[wanted]) if wanted else not some.numel()
 
 
+@dataclass
+class _Seen:
+    """An observer that keeps what it gets, layer by layer."""
+
+    layers: list[torch.Tensor]
+
+    def see(self, strongest: torch.Tensor) -> None:
+        self.layers.append(strongest.clone())
+
+
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if name.startswith(("Llama", "Qwen3F"))])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
@@ -138,8 +148,9 @@ def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
     tables = [_scattered(pool, 96) for _ in range(5)]
     found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     few = cpu_graph.can_capture
+    attention: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for at_once in (True, False):
-        monkeypatch.setattr(cpu_graph, "can_capture", few if at_once else lambda batch: False)
+        monkeypatch.setattr(cpu_graph, "can_capture", few if at_once else lambda batch, heads: False)
         rng.seed(5)
         for at, counts in ((0, (20,)), (0, (31, 1)), (31, (1, 1, 1, 1)), (32, (5, 1, 20)), (52, (1, 1))):
             spans = [
@@ -147,6 +158,16 @@ def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
                 for n, table in zip(counts, tables, strict=False)
             ]
             found[at_once].append(decoder(forward_batch.build_batch(spans, pool, loaded.device)).clone())
+        for at, count in ((52, 22), (74, 3)):
+            question = forward_batch.SequenceSlice([rng.randrange(500) for _ in range(count)], at, tables[0], False)
+            seen = _Seen([])
+            batch = replace(forward_batch.build_batch([question], pool, loaded.device), observer=seen)
+            assert few(batch, decoder._fused.widths.heads if decoder._fused is not None else 0)
+            decoder.resume(decoder.embed(batch), batch, 0)
+            attention[at_once] += seen.layers
+    assert [len(one) for one in attention.values()] == [2 * loaded.layers] * 2
+    assert all(torch.equal(a, b) for a, b in zip(attention[True], attention[False], strict=True))
+    assert not torch.equal(attention[True][0], attention[True][1]), "each layer has its own"
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
     assert f32_gemm.kernel() is None or (decoder._fused is not None and decoder._fused._chains), "none was made"
 

@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
 ) -> None:
     """At any place of a page, in one piece or several, with a window or none; what is adopted, too."""
     if not chains:
-        monkeypatch.setattr(cpu_graph, "can_capture", lambda batch: False)
+        monkeypatch.setattr(cpu_graph, "can_capture", lambda batch, heads: False)
     loaded, decoder = decoder_of(name, dtype)
     for length in (2, 30, 31, 32, 33, 61, 64, 100):
         ids, pool = words(length, length), pool_of(loaded)
