@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelector
+from inference_svc.context_reuse.selectors.selector import question_rows
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
@@ -26,9 +27,6 @@ from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
-
-# Attention is measured for at most this many last tokens of the question.
-_QUESTION_TOKENS = 64
 
 
 @dataclass
@@ -156,11 +154,15 @@ class SelectiveRecompute:
 
     def _look(self) -> NDArray[np.float32]:
         """Compute the question over the stored keys. Return its attention to each approximate token."""
-        question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
+        question = self._plan.uncached_positions
+        question = question[-question_rows(self._strategy, len(question)) :]
         observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
         layers = max(1, int(self._decoder.layers * self._strategy.attention_depth))
-        self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
+        if layers == self._decoder.layers:
+            self._decoder.resume(self._decoder.embed(batch), batch, 0)
+        else:
+            self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
         self.row_layers += batch.real * layers
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
 

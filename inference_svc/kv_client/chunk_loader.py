@@ -23,7 +23,7 @@ from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.context_reuse.rope_shift import Rotation
-from inference_svc.context_reuse.selectors.selector import recompute_cost
+from inference_svc.context_reuse.selectors.selector import question_rows, recompute_cost
 from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_client.pool_writer import PoolWriter
 from inference_svc.kv_client.sequence_load import SequenceLoad
@@ -165,17 +165,15 @@ class ChunkLoader:
         parts = self._prefix_copies(sequence, pool, answer.matches, use)
         exact = max(use.tokens, sequence.kv.num_computed)
         repair = self._policy.recompute_setting(session.verdict)
-        placed, stretches = (
-            self._relocated_copies(sequence, pool, answer.contents, exact)
-            if repair is not None and self._relocation_pays(repair)
-            else ([], [])
-        )
+        placed, plan = self._relocated_copies(sequence, pool, answer.contents if repair else (), exact)
+        if repair is None or plan is None or not self._relocation_pays(repair, plan):
+            placed, plan, repair = [], None, None
         parts += placed
         restored = LoadResult(
             tokens=use.tokens,
             table=use.table,
-            plan=ReusePlan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
-            repair=repair if stretches else None,
+            plan=plan,
+            repair=repair,
             stored=stored,
             lookup_ms=(looked_up - began) * 1e3,
             transfer_ms=answer.promote_ms,
@@ -331,7 +329,7 @@ class ChunkLoader:
 
     def _relocated_copies(
         self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
-    ) -> tuple[list[ChunkCopy], list[RelocatedSpan]]:
+    ) -> tuple[list[ChunkCopy], ReusePlan | None]:
         """Plan the copies of content matches. RoPE shift moves them to their positions in the prompt."""
         assert sequence.kv.table is not None
         out: list[ChunkCopy] = []
@@ -350,11 +348,12 @@ class ChunkLoader:
             rotation = self._policy.key_rotation.by(delta) if delta else None
             out.append(ChunkCopy(match, slots, rotation))
             stretches.append(RelocatedSpan(start, end))
-        return out, stretches
+        return out, ReusePlan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None
 
-    def _relocation_pays(self, chosen: RecomputeSetting) -> bool:
+    def _relocation_pays(self, chosen: RecomputeSetting, plan: ReusePlan) -> bool:
         """True if load and recompute together are cheaper than prefill. Always true with ``unverified``."""
-        share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share)
+        question = question_rows(chosen.selector, len(plan.uncached_positions)) / len(plan.approximate_positions)
+        share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share, question)
         return self._policy.unverified or self._cost_model.worth_reusing(share)
 
     def _chunk_ends(self, session: Session, sequence: Sequence) -> list[int]:

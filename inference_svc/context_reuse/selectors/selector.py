@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 
+# Attention is measured for at most this many last tokens of the question.
+_QUESTION_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class SelectionSignals:
@@ -52,11 +55,21 @@ def top_positions(plan: ReusePlan, ratio: float, score: NDArray[Any]) -> Positio
     return np.sort(positions[np.argsort(-score, kind="stable")[:count]])
 
 
-def recompute_cost(repair: TokenSelector, ratio: float, layers: int, projection_share: float) -> float:
-    """Cost of recomputation as a share of a prefill of the same tokens.
+def question_rows(repair: TokenSelector, uncached: int) -> int:
+    """Number of last tokens of a question of ``uncached`` tokens whose attention the selector needs."""
+    return min(uncached, _QUESTION_TOKENS) if repair.attention_depth else 0
 
-    It is ``(d + q + r (L - d)) / L``, with depth d, projection share q, ratio r and L layers; ``r`` if d is 0.
+
+def recompute_cost(
+    repair: TokenSelector, ratio: float, layers: int, projection_share: float, question_share: float = 0.0
+) -> float:
+    """Cost of recomputation as a share of a prefill of the relocated tokens.
+
+    It is ``(d + q + r (L - d)) / L + a s``, with depth d, projection share q, ratio r, L layers, attention depth a and
+    question share s: the question's rows (``question_rows``) divided by the number of relocated tokens. Without depth,
+    it is ``r``.
     """
     if not repair.depth:
         return ratio
-    return (repair.depth + projection_share + ratio * (layers - repair.depth)) / layers
+    measured_and_recomputed = (repair.depth + projection_share + ratio * (layers - repair.depth)) / layers
+    return measured_and_recomputed + repair.attention_depth * question_share

@@ -77,6 +77,22 @@ def test_documents_are_found_in_ten_orders_with_one_flag(tokens: int) -> None:
         assert equal >= 7, "the verdict claims 96 % of the next tokens"
 
 
+@pytest.mark.usefixtures("smollm2")
+def test_a_short_document_before_a_long_question_is_computed() -> None:
+    """The pass of the question that measures attention would cost more than the document."""
+    texts = retrieved(load("smollm2").tokenizer, 60, random.Random(60))
+    with Node("smollm2", worker_flags={"reuse_anywhere": True}) as node:
+        client = node.client()
+        client.generate(messages(texts, 0), max_tokens=1)
+        node.settle()
+        short = client.generate([{"role": "user", "content": f"{texts[3]}\n\nWhy?"}], max_tokens=1)
+        assert short.approximate_tokens > 40
+        question = "Which of the things that this text says would be the first that you doubt, and for what reason? "
+        long = client.generate([{"role": "user", "content": f"{texts[3]}\n\n{question * 4}"}], max_tokens=1)
+        assert long.approximate_tokens == 0
+        assert long.prompt_tokens < 2 * len(question)
+
+
 @pytest.mark.timeout(400)
 def test_an_unverified_model_is_verified_while_idle_and_requests_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in model fails: reuse stays exact, and the node says why."""
