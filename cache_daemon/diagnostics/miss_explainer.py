@@ -93,16 +93,19 @@ class MissExplainer:
         """
         tags = self._tags.tag(ids[: MAX_TAGGED_TOKENS * keys.TOKEN_BYTES])
         tokens, account = len(ids) // keys.TOKEN_BYTES, self._tiers.accounts.account_of(owner.tenant_id).id
+        now = self._tiers.clock()
         found = max(matched_tokens, known_tokens)
         reason = None
         if found < tokens - 1:  # the last token is always computed
             if matched_tokens >= known_tokens:
-                reason = self._lost(owner, ids, tags, matches, matched_tokens)
+                reason = self._lost(owner, ids, tags, matches, matched_tokens, now)
             if load_slower:
                 reason = pb.MissReason(kind=pb.MISS_KIND_LOAD_SLOWER, position=found, by="remote")
-            reason = reason or self._seen(owner, tags, tokens, found, across_tenants)
-            self._finish(reason, owner, account, ids, matches, matched_tokens)
-        self.prompts.add(account, owner.root, tags, self._tiers.clock(), tokens)
+            reason = reason or self._seen(owner, tags, tokens, found, now, across_tenants=across_tenants)
+            self._refine_kind(reason, owner, ids, matches, matched_tokens)
+            since = max(self.prompts.reaches_back_to(account), self.losses.reaches_back_to(account))
+            reason.remembered_seconds = max(0.0, now - since)
+        self.prompts.add(account, owner.root, tags, now, tokens)
         self._owners[owner.root] = owner
         if len(self._owners) > len(self.prompts) + _MAX_ROOTS:
             self._owners = {root: o for root, o in self._owners.items() if root in self.prompts}
@@ -113,7 +116,7 @@ class MissExplainer:
         self.losses.add(lost.tenant.id, lost.parent_key, tags, self._tiers.clock(), lost.cause)
 
     def _lost(
-        self, owner: PromptOwner, ids: bytes, tags: bytes, matches: Sequence[MatchedChunk], matched: int
+        self, owner: PromptOwner, ids: bytes, tags: bytes, matches: Sequence[MatchedChunk], matched: int, now: float
     ) -> pb.MissReason | None:
         """Report the chunk that would have continued the match, if it is lost or being written."""
         parent, start = _end_of(owner.root, matches, matched)
@@ -122,49 +125,42 @@ class MissExplainer:
         least = matched + min(len(ids) // keys.TOKEN_BYTES - matched, _MIN_SHARED_TOKENS)
         if nearest is not None and start + nearest[0] >= least:
             kind, by = _KINDS[nearest[1].value]
-            return self._reason(kind, matched, nearest[1], by)
+            return _reason(kind, matched, nearest[1], now, by)
         if start + self._pending_tokens(parent, rest) >= least:
             return pb.MissReason(kind=pb.MISS_KIND_NOT_STORED, position=matched, by="writing")
         return None
 
-    def _seen(self, owner: PromptOwner, tags: bytes, tokens: int, found: int, across_tenants: bool) -> pb.MissReason:
+    def _seen(
+        self, owner: PromptOwner, tags: bytes, tokens: int, found: int, now: float, *, across_tenants: bool
+    ) -> pb.MissReason:
         """Report the earlier prompt that shares most with this one."""
         own = self.prompts.nearest(owner.root, tags)
         least = found + min(tokens - found, _MIN_SHARED_TOKENS)
         if own is not None and own[0] >= least:
-            return self._reason(pb.MISS_KIND_NOT_STORED, found, own[1])
+            return _reason(pb.MISS_KIND_NOT_STORED, found, own[1], now)
         for other in self._others(owner, across_tenants):
             near = self.prompts.nearest(other.root, tags)
             if near is None or near[0] < least:
                 continue
             if other.tenant_id == owner.tenant_id:
                 by = self._difference(owner.namespace, other.namespace)
-                return self._reason(pb.MISS_KIND_OTHER_NAMESPACE, found, near[1], by)
-            return self._reason(pb.MISS_KIND_OTHER_TENANT, found, near[1])
+                return _reason(pb.MISS_KIND_OTHER_NAMESPACE, found, near[1], now, by)
+            return _reason(pb.MISS_KIND_OTHER_TENANT, found, near[1], now)
         differs = own is not None and max(found, _MIN_SHARED_TOKENS) <= own[0] < min(own[1].value, MAX_TAGGED_TOKENS)
         if own is not None and differs:
-            return self._reason(pb.MISS_KIND_DIFFERS, own[0], own[1])
+            return _reason(pb.MISS_KIND_DIFFERS, own[0], own[1], now)
         return pb.MissReason(kind=pb.MISS_KIND_NEVER_SEEN, position=found)
 
-    def _finish(
-        self,
-        reason: pb.MissReason,
-        owner: PromptOwner,
-        account: bytes,
-        ids: bytes,
-        matches: Sequence[MatchedChunk],
-        matched: int,
+    def _refine_kind(
+        self, reason: pb.MissReason, owner: PromptOwner, ids: bytes, matches: Sequence[MatchedChunk], matched: int
     ) -> None:
-        """Refine a report with the index, and set how far back the histories reach."""
+        """Refine the kind of a report with the index."""
         if reason.kind in (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_NOT_STORED) and reason.position == matched:
             parent, start = _end_of(owner.root, matches, matched)
-            children = self._tiers.index.children(parent)[:_MAX_ROOTS] if matched == start else []
-            if ids.startswith(tuple(child.ids for child in children), start * keys.TOKEN_BYTES):
+            if matched == start and self._tiers.index.continues(parent, ids, start * keys.TOKEN_BYTES):
                 reason.kind = pb.MISS_KIND_ARENA_FULL
             elif reason.kind == pb.MISS_KIND_NEVER_SEEN and matched > max(start, _MIN_SHARED_TOKENS - 1):
                 reason.kind = pb.MISS_KIND_DIFFERS  # within a stored chunk
-        since = max(history.reaches_back_to(account) for history in (self.prompts, self.losses))
-        reason.remembered_seconds = max(0.0, self._tiers.clock() - since)
 
     def _others(self, owner: PromptOwner, across_tenants: bool) -> list[PromptOwner]:
         """Return other roots that the caller may know about.
@@ -187,11 +183,11 @@ class MissExplainer:
         ]
         return "; ".join(f"{name}: {_text(getattr(ours, name))}, not {_text(getattr(theirs, name))}" for name in fields)
 
-    def _reason(
-        self, kind: pb.MissKind.ValueType, position: int, run: TaggedRun[int] | TaggedRun[LossCause], by: str = ""
-    ) -> pb.MissReason:
-        ago = max(0.0, self._tiers.clock() - run.at)
-        return pb.MissReason(kind=kind, position=position, seconds_ago=ago, by=by)
+
+def _reason(
+    kind: pb.MissKind.ValueType, position: int, run: TaggedRun[int] | TaggedRun[LossCause], now: float, by: str = ""
+) -> pb.MissReason:
+    return pb.MissReason(kind=kind, position=position, seconds_ago=max(0.0, now - run.at), by=by)
 
 
 def _end_of(root: bytes, matches: Sequence[MatchedChunk], matched: int) -> tuple[bytes, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from sortedcontainers import SortedDict
 
@@ -16,8 +16,7 @@ T = TypeVar("T")
 _ENTRY_BYTES = 400
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedRun(Generic[T]):
+class TaggedRun(NamedTuple, Generic[T]):
     """Time and value that were recorded with a run."""
 
     at: float

@@ -8,6 +8,7 @@ import numpy as np
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 
 TAG_BYTES = 2
+_TOKENS, _TAGS = np.dtype("<u4"), np.dtype("<u2")
 # Tokens tagged at once: a whole chunk. Position keys repeat after this number of positions.
 MAX_TAGGED_TOKENS = MAX_CHUNK_TOKENS
 _KEY_BITS = 32
@@ -29,8 +30,8 @@ class TokenTags:
     def tag(self, ids: bytes, start: int = 0) -> bytes:
         """Return the tags of at most ``MAX_TAGGED_TOKENS`` tokens (uint32 little-endian), the first at ``start``."""
         first = start % MAX_TAGGED_TOKENS
-        mixed = np.frombuffer(ids, np.dtype("<u4")) * self._multiplier
+        mixed = np.frombuffer(ids, _TOKENS) * self._multiplier
         mixed ^= self._positions[first : first + len(mixed)]
         mixed ^= mixed >> np.uint32(15)
         mixed *= self._finish
-        return mixed.view("<u2")[1::2].tobytes()  # the upper half of each 32-bit value
+        return mixed.view(_TAGS)[1::2].tobytes()  # the upper half of each 32-bit value

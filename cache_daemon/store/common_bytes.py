@@ -16,8 +16,9 @@ def common_bytes(a: bytes, b: bytes, width: int = TOKEN_BYTES) -> int:
     n, at, size = min(len(a), len(b)), 0, _FIRST_BLOCK
     while at < n:  # most arrays differ early: compare short blocks first
         end = min(at + size, n)
-        if a[at:end] != b[at:end]:
-            differ = int.from_bytes(a[at:end], "little") ^ int.from_bytes(b[at:end], "little")
+        block, other = a[at:end], b[at:end]
+        if block != other:
+            differ = int.from_bytes(block, "little") ^ int.from_bytes(other, "little")
             at += ((differ & -differ).bit_length() - 1) // 8
             break
         at, size = end, size * 2
@@ -30,5 +31,10 @@ def nearest(sorted_arrays: SortedDict[bytes, T], array: bytes, width: int = TOKE
     That key is next to the sort position of ``array``. There must be a key.
     """
     at = sorted_arrays.bisect_left(array)
-    around = [sorted_arrays.peekitem(i) for i in (at - 1, at) if 0 <= i < len(sorted_arrays)]
-    return max(((value, common_bytes(key, array, width)) for key, value in around), key=lambda found: found[1])
+    key, value = sorted_arrays.peekitem(at - 1 if at else 0)
+    common = common_bytes(key, array, width)
+    if 0 < at < len(sorted_arrays):
+        key, other = sorted_arrays.peekitem(at)
+        if (more := common_bytes(key, array, width)) > common:
+            return other, more
+    return value, common

@@ -129,6 +129,13 @@ class PrefixIndex:
         # Unordered: building the ordered list takes thirty times as long.
         return [found] if isinstance(found, Chunk) else list(dict.values(found.by_tokens))
 
+    def continues(self, parent: bytes, tokens: bytes, at: int) -> bool:
+        """Return True if a child of ``parent`` matches ``tokens`` completely from byte ``at`` on."""
+        found = self._children.get(parent)
+        if found is None or isinstance(found, Chunk):
+            return found is not None and tokens.startswith(found.ids, at)
+        return any(tokens[at : at + length] in found.by_tokens for length in islice(found.lengths, _MAX_LENGTHS))
+
     def subtree(self, chunk: Chunk) -> list[Chunk]:
         """Return the chunk and its descendants, parents before children."""
         out = [chunk]

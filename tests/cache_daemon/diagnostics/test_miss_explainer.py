@@ -62,6 +62,25 @@ async def test_chunks_that_take_longer_to_fetch_than_to_compute() -> None:
         assert await why(bench, A, load_slower=True) == ("", 0, "")
 
 
+async def test_a_stored_chunk_that_the_arena_has_no_room_for_among_many_siblings() -> None:
+    """Match returns none of them, because their promotion found no room."""
+    async with opened() as bench:
+        prompts = [[i * 1000 + n for n in range(32)] for i in range(100)]
+        for ids in prompts:
+            await bench.put(ids)
+        owner, misses = PromptOwner.of(NAMESPACE, b""), bench.store.misses
+        for ids in prompts:
+            reason = misses.explain(owner, keys.token_bytes(ids), [], 0)
+            assert reason is not None
+            assert reason.kind == pb.MISS_KIND_ARENA_FULL
+        longer = misses.explain(owner, keys.token_bytes(prompts[99] + NEW), [], 0)
+        assert longer is not None
+        assert longer.kind == pb.MISS_KIND_ARENA_FULL
+        other = misses.explain(owner, keys.token_bytes(prompts[99][:31] + NEW), [], 0)
+        assert other is not None
+        assert other.kind != pb.MISS_KIND_ARENA_FULL
+
+
 async def test_a_prompt_that_was_never_seen() -> None:
     async with opened() as bench:
         await store(bench, A)
