@@ -13,7 +13,7 @@ __all__ = ["KVSidecarStorage"]
 def __getattr__(name: str) -> Any:
     """Import the storage class at its first use, so that this package can be imported without SGLang."""
     if name == "KVSidecarStorage":
-        from kvsidecar.integrations.sglang.storage import KVSidecarStorage
+        from kvsidecar.integrations.sglang.hicache_storage import KVSidecarStorage
 
         return KVSidecarStorage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
