@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
-from inference_svc.sampling.logits_processors import apply_logit_bias, apply_masks
+from inference_svc.sampling.logits_masks import apply_logit_bias, apply_masks
 from inference_svc.sampling.logprobs import SampledToken, add_logprobs
 from inference_svc.sampling.penalties import apply_penalties
 from inference_svc.sampling.sampling_params import min_p_margin

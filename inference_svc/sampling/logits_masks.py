@@ -1,4 +1,4 @@
-"""Logits processors: masks of grammars, allowed tokens and early ends, and logit bias, for all rows at once."""
+"""Logits masks: masks of grammars, allowed tokens and early ends, and logit bias, for all rows at once."""
 
 from __future__ import annotations
 
