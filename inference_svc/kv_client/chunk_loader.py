@@ -32,7 +32,7 @@ from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent, group_layers
-from inference_svc.sequence.kv_connector import LoadResult
+from inference_svc.sequence.kv_connector import MISS_REPAIR_SLOWER, LoadResult
 from inference_svc.sequence.sequence import Sequence
 
 # Shorter relocated chunks are not reused: the errors at their edges outweigh the saved prefill.
@@ -166,14 +166,15 @@ class ChunkLoader:
         exact = max(use.tokens, sequence.kv.num_computed)
         repair = self._policy.recompute_setting(session.verdict)
         placed, plan = self._relocated_copies(sequence, pool, answer.contents if repair else (), exact)
-        if repair is None or plan is None or not self._relocation_pays(repair, plan):
-            placed, plan, repair = [], None, None
+        if repair is not None and plan is not None and not self._relocation_pays(repair, plan):
+            placed, plan = [], None
+            sequence.set_miss(MISS_REPAIR_SLOWER)
         parts += placed
         restored = LoadResult(
             tokens=use.tokens,
             table=use.table,
             plan=plan,
-            repair=repair,
+            repair=repair if plan is not None else None,
             stored=stored,
             lookup_ms=(looked_up - began) * 1e3,
             transfer_ms=answer.promote_ms,

@@ -9,6 +9,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.miss_kinds import MISS_UNKNOWN
 
 from inference_svc.context_reuse.reuse_state import ReuseState
+from inference_svc.sequence.kv_connector import MISS_REPAIR_SLOWER
 from inference_svc.sequence.miss_kind import computed_tokens, kind_of, miss_reason
 from inference_svc.sequence.sequence import Sequence
 
@@ -61,6 +62,10 @@ _SENTENCES = {
     "load_slower": (
         "loading takes longer than computing",
         "a larger --arena-bytes, a faster disk or link makes loads quicker; every sixteenth request tries again",
+    ),
+    MISS_REPAIR_SLOWER: (
+        "text of this prompt is stored behind other text, and its repair takes longer than computing it",
+        "longer documents, and a shorter question behind them, make the repair faster than computing",
     ),
     _REUSE_OFF: (
         "text of this prompt is stored behind other text, and {by}",

@@ -88,8 +88,12 @@ def test_a_short_document_before_a_long_question_is_computed() -> None:
         short = client.generate([{"role": "user", "content": f"{texts[3]}\n\nWhy?"}], max_tokens=1)
         assert short.approximate_tokens > 40
         question = "Which of the things that this text says would be the first that you doubt, and for what reason? "
-        long = client.generate([{"role": "user", "content": f"{texts[3]}\n\n{question * 4}"}], max_tokens=1)
+        long = client.generate(
+            [{"role": "user", "content": f"{texts[3]}\n\n{question * 4}"}], max_tokens=1, explain=True
+        )
         assert long.approximate_tokens == 0
+        assert long.miss.kind == "repair_slower"
+        assert "its repair takes longer" in long.miss.sentence
         assert long.prompt_tokens < 2 * len(question)
 
 
