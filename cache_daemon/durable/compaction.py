@@ -56,7 +56,7 @@ def payload_is_intact(scan: StoreScan, key: bytes) -> bool:
     return scan.file.read_into(memoryview(stored), place[0]) and keys.checksum(stored) == record.stored_checksum
 
 
-def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, ChunkHeader]:
+def _readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, ChunkHeader]:
     """Return the headers that can be decoded, in the order of storing."""
     found = {}
     for key, record in sorted(scan.records.items(), key=lambda item: item[1].order):
@@ -75,7 +75,7 @@ def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: boo
     lost: Counter[str] = Counter()
     if scan.broken_headers:
         lost["headers"] += len(scan.broken_headers)
-    headers = readable_headers(scan, cipher, lost)
+    headers = _readable_headers(scan, cipher, lost)
     for key in list(headers):
         if not payload_is_intact(scan, key):
             lost["payloads"] += 1
