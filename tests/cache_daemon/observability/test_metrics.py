@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import time
 import urllib.request
@@ -14,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cli.node_commands import parts_in
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.node import Node, free_port
@@ -172,12 +174,18 @@ def test_a_full_disk_shows_in_health_and_stats_and_the_daemon_goes_on(
     assert health_of(node) == SERVING
     assert "full" in stats.durable_failing
     assert stats.failed_writes > 0
+    assert "writing fails: " in cache_detail(node)
     assert peer.read([0, 1] * 100) == 200, "what is in memory is served"
     (small_disk / "other").unlink()
     assert until(lambda: health_of(node, DURABLE) == SERVING, 60), "it is tried again without being asked"
     assert until(lambda: unsaved <= durable_of(peer), 60), "what waited is written"
     assert peer.stats().durable_failing == ""
+    assert re.search(r"; \d+ writes to disk have failed$", cache_detail(node)), "kvsidecar status"
     peer.close()
+
+
+def cache_detail(node: Node) -> str:
+    return next(part.detail for part in parts_in(node.cache_socket.parent) if part.name == "cache")
 
 
 def durable_of(peer: Peer) -> set[bytes]:

@@ -242,7 +242,9 @@ def _of_cache(channel: grpc.Channel) -> str:
     stats = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=_PATIENCE_SECONDS)
     held = f"{stats.tokens} tokens in {stats.chunks} chunks, {format_size(stats.arena_used_bytes)} of the arena"
     text = "; ".join([f"{stats.sessions} attached, {held}", *(g.text for g in sharing_groups(stats.session_details))])
-    return f"{text}; writing fails: {stats.durable_failing}" if stats.durable_failing else text
+    if stats.durable_failing:
+        return f"{text}; writing fails: {stats.durable_failing}"
+    return f"{text}; {stats.failed_writes} writes to disk have failed" if stats.failed_writes else text
 
 
 def _of_worker(channel: grpc.Channel) -> str:
