@@ -277,6 +277,8 @@ def test_tenants_that_no_worker_uses_are_found_and_deleted_by_their_root(start: 
     for option in ("--root", "--namespace"):
         with pytest.raises(InvalidRequest, match=f"{option} is empty"):
             cache("delete", "--all", option, "", of=node)
+    with pytest.raises(InvalidRequest, match="--namespace is empty"):
+        cache("list", "--namespace", "", of=node)
     with pytest.raises(InvalidRequest, match="no tenant roots begin with 'zz'"):
         cache("delete", "--all", "--root", "zz", of=node)
     with pytest.raises(InvalidRequest, match="--root names a tenant for --all"):

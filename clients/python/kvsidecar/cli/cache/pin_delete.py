@@ -8,7 +8,7 @@ import typer
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.chunk_list import ChunkName, find, find_root, prefix_of
-from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, Namespace, Salt, at_daemon, scope
+from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, Namespace, Root, Salt, at_daemon, scope
 from kvsidecar.errors import InvalidRequest
 
 _NO_CHUNK = "none has this namespace and salt; `cache list --roots` shows the tenants that have chunks"
@@ -37,19 +37,11 @@ def delete(
     everything: Annotated[
         bool, typer.Option("--all", help="Delete all chunks; with --namespace or --root only the tenant's.")
     ] = False,
-    root: Annotated[
-        str | None, typer.Option(help="Only this tenant root, or its first digits (`cache list --roots`).")
-    ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Only this namespace (64 hex digits), with --salt its tenant.")
-    ] = None,
+    root: Root = "",
+    namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
     """Delete a chunk and all its descendants."""
-    for name, value in (("--root", root), ("--namespace", namespace)):
-        if value == "":  # as of a script's unset variable
-            raise InvalidRequest(f"{name} is empty; name one, or leave it out to delete the chunks of all tenants")
-    namespace = namespace or ""
     if bool(chunk) == everything:
         raise InvalidRequest("name one chunk, or say --all")
     if root and (chunk or namespace or salt):
