@@ -59,6 +59,10 @@ class SimulatedTensor(torch.Tensor):
         """Return the elements. torch's own method refuses tensor classes of Python."""
         return self.cpu().tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy. torch's own method copies a storage, which this class does not have."""
+        return memo.setdefault(id(self), self.clone())
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatched(func, args, kwargs or {})

@@ -1,0 +1,143 @@
+"""A node whose worker computes on a simulated device answers over HTTP as a node on the CPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.node import Node, Process, new_interpreter
+from inference_svc.models.loader import load
+from tests.inference_svc.gateway.conftest import of_node
+from tests.inference_svc.lora.random_adapters import linears, tensors, write
+
+TEXT = "The cat saw the dog, and the dog saw the cat behind the tree. " * 3
+CHATS = [
+    [{"role": "user", "content": TEXT}],
+    [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What did the cat see?"}],
+]
+WORDS = ["seven cats", "seven dogs", "a tree"]
+FLAGS = {"dtype": "float32", "resident_sequences": 0, "pool_bytes": "16MiB"}
+
+
+class DeviceNode(Node):
+    """A node whose worker's device is simulated."""
+
+    @staticmethod
+    def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
+        if command[:2] == ["inference_svc", "worker"]:
+            command = ["tests.kvkernels.doubles.simulated_worker", *command[1:], "--device", "sim:0"]
+        return new_interpreter(command, environment, log)
+
+
+class Served:
+    """A node and its gateway."""
+
+    def __init__(self, node: Node) -> None:
+        self.node, self.gateway = node, of_node(node)
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> Any:
+        options = {"model": "demo", "max_tokens": 6, "temperature": 0, "logprobs": True, **options}
+        return self.gateway.post("/v1/chat/completions", messages=messages, **options)
+
+
+def answer(chat: Any) -> tuple[str, list[float]]:
+    choice = chat["choices"][0]
+    return choice["message"]["content"], [token["logprob"] for token in choice["logprobs"]["content"]]
+
+
+def cached(chat: Any) -> int:
+    found: int = chat["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def served_by(kind: type[Node], **flags: Any) -> Iterator[Served]:
+    with kind("demo", arena_bytes="64MiB", worker_flags={**FLAGS, **flags}) as node:
+        found = Served(node)
+        yield found
+        found.gateway.close()
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Served]:
+    yield from served_by(Node)
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Served]:
+    yield from served_by(DeviceNode)
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_a_chat_is_answered_as_on_the_cpu(cpu: Served, device: Served, messages: list[dict[str, str]]) -> None:
+    assert device.node.client().model().device == "sim:0"
+    want, logprobs = answer(cpu.chat(messages))
+    got, found = answer(device.chat(messages))
+    assert got == want
+    assert found == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_hits_equal_misses_also_after_deaths_of_worker_and_daemon(device: Served) -> None:
+    messages = [{"role": "user", "content": "Once more. " + TEXT}]
+    miss = device.chat(messages)
+    assert cached(miss) < 10
+    for dead in ("", "worker-0", "daemon"):
+        device.node.settle()
+        if dead == "worker-0":
+            device.node.restart_worker(0)
+        elif dead:
+            device.node.kill(dead)
+            device.node.start_daemon()
+            device.node.wait_attached(0)
+        hit = device.chat(messages)
+        assert cached(hit) == hit["usage"]["prompt_tokens"] - 1, dead
+        assert answer(hit) == answer(miss), dead
+
+
+def test_a_grammar_holds(cpu: Served, device: Served) -> None:
+    options = {"structured_outputs": {"choice": WORDS}, "max_tokens": 24}
+    text = answer(device.chat(CHATS[1], **options))[0]
+    assert text in WORDS
+    assert text == answer(cpu.chat(CHATS[1], **options))[0]
+
+
+STREAMED = {"stream": "full_stream", "stream_slots": 2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all layers streamed": STREAMED,
+    "feed-forward parts streamed": {"stream": "ffn_only_stream", "stream_slots": 2},
+    "one layer kept": {"stream": "partial_resident", "stream_slots": 2, "keep_first": 1},
+    "speculation": {"speculate": "ngram"},
+    "speculation with streamed layers": {**STREAMED, "speculate": "ngram"},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", OPTIONS.values(), ids=list(OPTIONS))
+def test_options_change_no_answer_on_a_device(cpu: Served, flags: dict[str, Any]) -> None:
+    chat = [{"role": "user", "content": TEXT * 4}]
+    want = answer(cpu.chat(chat))[0]
+    for served in served_by(DeviceNode, **flags):
+        miss = served.chat(chat)
+        assert answer(miss)[0] == want
+        served.node.settle()
+        assert answer(served.chat(chat)) == answer(miss)
+
+
+@pytest.mark.long
+def test_adapters_answer_as_on_the_cpu(tmp_path: Path) -> None:
+    layers, chat = linears(load("demo", dtype="float32")), CHATS[1]
+    for seed, name in enumerate(("law", "med")):
+        write(tmp_path / name, tensors(layers, seed))
+    flags = {"lora": f"law={tmp_path / 'law'},med={tmp_path / 'med'}"}
+    answers = [
+        [answer(served.chat(chat, model=name)) for name in ("demo", "law", "med")]
+        for kind in (Node, DeviceNode)
+        for served in served_by(kind, **flags)
+    ]
+    want, got = answers
+    assert [text for text, _ in got] == [text for text, _ in want]
+    for found, logprobs in zip(got, want, strict=True):
+        assert found[1] == pytest.approx(logprobs[1], abs=1e-4)
+    assert len({tuple(logprobs) for _, logprobs in want}) == 3, "each adapter has an effect"
