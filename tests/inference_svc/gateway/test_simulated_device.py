@@ -12,6 +12,7 @@ from benchmarks.node import Node, Process, new_interpreter
 from inference_svc.models.loader import load
 from tests.inference_svc.gateway.conftest import of_node
 from tests.inference_svc.lora.random_adapters import linears, tensors, write
+from tests.inference_svc.models.test_real_models import smollm2  # noqa: F401
 
 TEXT = "The cat saw the dog, and the dog saw the cat behind the tree. " * 3
 CHATS = [
@@ -53,8 +54,8 @@ def cached(chat: Any) -> int:
     return found
 
 
-def served_by(kind: type[Node], **flags: Any) -> Iterator[Served]:
-    with kind("demo", arena_bytes="64MiB", worker_flags={**FLAGS, **flags}) as node:
+def served_by(kind: type[Node], *, model: str = "demo", **flags: Any) -> Iterator[Served]:
+    with kind(model, arena_bytes="64MiB", worker_flags={**FLAGS, **flags}) as node:
         found = Served(node)
         yield found
         found.gateway.close()
@@ -123,6 +124,24 @@ def test_options_change_no_answer_on_a_device(cpu: Served, flags: dict[str, Any]
         assert answer(miss)[0] == want
         served.node.settle()
         assert answer(served.chat(chat)) == answer(miss)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("smollm2")
+def test_a_real_model_answers_as_on_the_cpu() -> None:
+    chat = [{"role": "user", "content": "The capital of France is Paris. The capital of Italy is Rome. Name one."}]
+    answers = []
+    for kind in (Node, DeviceNode):
+        for served in served_by(kind, model="smollm2", pool_bytes="128MiB"):
+            miss = served.chat(chat, model="smollm2")
+            served.node.settle()
+            hit = served.chat(chat, model="smollm2")
+            assert cached(hit) == hit["usage"]["prompt_tokens"] - 1
+            assert answer(hit) == answer(miss)
+            answers.append(answer(miss))
+    want, got = answers
+    assert got[0] == want[0]
+    assert got[1] == pytest.approx(want[1], abs=1e-4)
 
 
 @pytest.mark.long
