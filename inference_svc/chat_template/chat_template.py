@@ -26,9 +26,11 @@ from inference_svc.chat_template.template_messages import (
     template_tools,
     uses_tools,
 )
+from inference_svc.sequence.detokenizer import CallMarkers
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_format import (
+    CALLS,
     MARKERS,
     ToolCallFormat,
     format_of,
@@ -164,6 +166,10 @@ class ChatTemplate:
         single = use.single or bool(use.name)
         exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
+
+    def call_markers(self, request: pb.GenerateRequest) -> CallMarkers | None:
+        """Return the markers of calls in the answer's text; None if the request allows no calls."""
+        return CALLS[self._dialect] if self.parser(request) is not None else None
 
     def reasoning_splitter(self, chat: pb.Chat, prompt_end: str) -> ReasoningSplitter | None:
         """Create a splitter for the answer to this prompt; None if the answer starts no reasoning."""

@@ -109,7 +109,8 @@ class RequestBuilder:
         scored = request_options.logprobs("prompt_logprobs", request)
         request_options.check_prompt_logprobs(scored, len(tokens))
         ends = self._loaded.stop_tokens
-        # Stop strings and tokens in the arguments of a required call must not end the call.
+        # Stop strings and tokens in the arguments of a required call must not end the call. In the arguments of another
+        # call, the detokenizer ignores stop strings.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
         strings = () if must_call else request_options.stop_strings(request)
         own_stops = frozenset() if must_call else request_options.request_stop_ids(request, self._vocabulary)
@@ -124,6 +125,7 @@ class RequestBuilder:
             shown or self.chat_template.shows_special(request),
             request.include_stop,
             request.min_tokens,
+            self.chat_template.call_markers(request) if strings else None,
         )
         retained = self.breakpoints.retained(request.prompt, request.cache, len(tokens))
         cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere, retained)

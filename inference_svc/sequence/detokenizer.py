@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "�"
+
+
+@dataclass(frozen=True)
+class CallMarkers:
+    """Texts that begin and end tool calls, within which stop strings have no effect.
+
+    ``start`` has the openings that begin a call only at the start of an answer. A call without an end marker lasts to
+    the end of the answer.
+    """
+
+    openings: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
 
 
 class IncrementalDetokenizer:
@@ -25,11 +39,13 @@ class IncrementalDetokenizer:
         shows_special: bool = False,
         keeps_stop: bool = False,
         unstopped: int = 0,
+        calls: CallMarkers | None = None,
     ) -> None:
         """Creates a detokenizer.
 
         ``hidden``: tokens without text. ``shows_special``: other special tokens have text. ``keeps_stop``: the text
-        contains the stop string. ``unstopped``: number of first tokens in which stop strings are ignored.
+        contains the stop string. ``unstopped``: number of first tokens in which stop strings are ignored. ``calls``: a
+        stop string inside a tool call is ignored.
         """
         self._tokenizer, self._stop, self._hidden = tokenizer, stop, hidden
         self._skip_special, self._keeps_stop, self._unstopped = not shows_special, keeps_stop, unstopped
@@ -39,6 +55,7 @@ class IncrementalDetokenizer:
         self._context_from = 0  # ids before this index do not affect the text of later ids
         self._held = ""
         self._pushed = 0
+        self._calls, self._in_call, self._begun = calls if stop else None, False, False
         self.stopped_by = ""
 
     @property
@@ -79,13 +96,47 @@ class IncrementalDetokenizer:
         if self._pushed <= self._unstopped:
             out, self._held = self._held, ""
             return out
+        calls = self._skip_calls(self._calls) if self._calls is not None else ""
+        if self._in_call:
+            return calls
         ends = [(at, len(s), s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if ends:
             at, length, self.stopped_by = min(ends)
-            return self._held[: at + length if self._keeps_stop else at]
-        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
+            return calls + self._held[: at + length if self._keeps_stop else at]
+        markers = self._calls.openings if self._calls is not None else ()
+        return calls + self._take_all_but_beginning_of(*self._stop, *markers)
+
+    def _skip_calls(self, calls: CallMarkers) -> str:
+        """Takes the text up to the end of the last call, unless a stop string comes before; may end inside a call."""
+        out = ""
+        while True:
+            if self._in_call:
+                ended = _first(self._held, calls.ends)
+                if ended is None:
+                    return out + self._take_all_but_beginning_of(*calls.ends)
+                self._in_call, taken = False, ended[1]
+            else:
+                begun = self._begun
+                self._begun = begun or bool(self._held.strip())
+                opened = _first(self._held, calls.openings)
+                if not begun and self._held.lstrip().startswith(calls.start):
+                    opened = 0, len(self._held)
+                stopped = _first(self._held, self._stop)
+                if opened is None or (stopped is not None and stopped[0] < opened[0]):
+                    return out
+                self._in_call, taken = True, opened[1]
+            out, self._held = out + self._held[:taken], self._held[taken:]
+
+    def _take_all_but_beginning_of(self, *markers: str) -> str:
+        """Takes the text, except an end that may be the beginning of a marker."""
+        keep = max((_overlap(self._held, marker) for marker in markers), default=0)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out
+
+
+def _first(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:
+    """Returns start and end of the first marker in ``text``."""
+    return min(((at, at + len(marker)) for marker in markers if (at := text.find(marker)) >= 0), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.sequence.detokenizer import CallMarkers
 from inference_svc.tool_calls.json_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL
-from inference_svc.tool_calls.qwen3_coder_arguments import PARAMETER
+from inference_svc.tool_calls.qwen3_coder_arguments import FUNCTION, FUNCTION_END, PARAMETER
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
 # Texts in a chat template that identify its format. The first format whose text occurs is used.
@@ -27,6 +28,14 @@ MARKERS: dict[ToolCallFormat, tuple[str, ...]] = {
     "mistral": (MISTRAL,),
     "qwen3_coder": (HERMES, HERMES_END),
     "json": (),
+}
+# The same for the detokenizer: where stop strings have no effect.
+CALLS: dict[ToolCallFormat, CallMarkers] = {
+    "hermes": CallMarkers((HERMES,), (HERMES_END,)),
+    "llama3_json": CallMarkers((LLAMA,), (), ("{",)),
+    "mistral": CallMarkers((MISTRAL,)),
+    "qwen3_coder": CallMarkers((HERMES, FUNCTION), (HERMES_END, FUNCTION_END)),
+    "json": CallMarkers((), (), ("{", "[", "```")),
 }
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

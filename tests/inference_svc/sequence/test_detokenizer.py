@@ -1,16 +1,17 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
 END = frozenset({TOKENIZER.eos_token_id})
 
 
-def stream(text: str, stop: tuple[str, ...] = ()) -> tuple[str, bool]:
-    out = IncrementalDetokenizer(TOKENIZER, stop, END)
+def stream(text: str, stop: tuple[str, ...] = (), calls: CallMarkers | None = None) -> tuple[str, bool]:
+    out = IncrementalDetokenizer(TOKENIZER, stop, END, calls=calls)
     shown = ""
     for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]:
         shown += out.push(token)
@@ -39,6 +40,41 @@ def test_of_several_stop_strings_the_first_to_be_complete_ends_it(text: str, sto
     assert stopped == any(s in text for s in stops)
     assert text.startswith(shown)
     assert not any(s in shown for s in stops)
+
+
+TAGGED = CallMarkers(("<call>",), ("</call>",))
+WHOLE = CallMarkers((), (), ("{", "```"))
+
+
+@pytest.mark.parametrize(
+    ("calls", "text", "shown"),
+    [
+        (TAGGED, "we say <call>a day or a night</call> and a day", "we say <call>a day or a night</call> and a"),
+        (TAGGED, "one day <call>a day</call>", "one"),
+        (TAGGED, "<call>a day</call><call>a day</call> day", "<call>a day</call><call>a day</call>"),
+        (TAGGED, "<call>a day without an end, and a day", "<call>a day without an end, and a day"),
+        (TAGGED, "a <cal day", "a <cal"),
+        (WHOLE, ' {"q": "a day"} day', ' {"q": "a day"} day'),
+        (WHOLE, 'a {"q": "a day"}', 'a {"q": "a'),
+        (None, "<call>a day</call>", "<call>a"),
+    ],
+)
+def test_a_stop_string_does_not_end_a_call(calls: CallMarkers | None, text: str, shown: str) -> None:
+    assert stream(text, (" day",), calls) == (shown, shown != text)
+
+
+@given(st.lists(st.sampled_from(["<call>", "</call>", "<ca", "a", "b ", "ab"]), max_size=12))
+def test_text_outside_calls_ends_at_the_stop_string(parts: list[str]) -> None:
+    text, want, inside = "".join(parts), "", False
+    while text:
+        marker = "</call>" if inside else "<call>"
+        before, _, after = text.partition(marker)
+        if not inside and "ab" in before:
+            want += before.split("ab")[0]
+            break
+        want += before + (marker if marker in text else "")
+        text, inside = after, not inside
+    assert stream("".join(parts), ("ab",), TAGGED)[0] == want
 
 
 def test_ids_beyond_the_tokenizer_do_not_break_it() -> None:
