@@ -321,11 +321,12 @@ class ChatRequest(GenerationOptions):
         if not self.functions:
             return tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
         choice = self.function_call
-        if isinstance(choice, FunctionName):
-            return tool_use(NamedTool(type="function", function=choice), False, True)
-        return tool_use(choice, False, True)
+        named = NamedTool(type="function", function=choice) if isinstance(choice, FunctionName) else choice
+        return tool_use(named, False, True)
 
     def num_top_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
@@ -376,10 +377,7 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Return whether the answer contains only the prompt.
-
-        Raises InvalidRequest for ``max_tokens`` 0 without ``echo``.
-        """
+        """True if the answer contains only the prompt. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0

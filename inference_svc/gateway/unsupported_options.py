@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:
     from inference_svc.gateway.body_model import BodyModel
@@ -140,12 +141,23 @@ def parse(
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     """Return one error, about the first wrong field.
 
-    If the field is a union, pydantic reports errors for every alternative. The client probably meant the alternative
-    whose error has the deepest location.
+    If the field is a union, pydantic reports errors for every alternative. The client meant the alternative with its
+    ``type``; without a ``type``, probably the alternative whose error has the deepest location.
     """
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
-    found = max(of_field, key=lambda one: len(one["loc"]))
+    other_types = [one for one in of_field if _is_type_of_alternative(one)]
+    rejected = {one["loc"][:-1] for one in other_types}  # alternatives for objects of another type
+    meant = [one for one in of_field if not any(_has_error_in([one], place) for place in rejected)]
+    unknown = [
+        one for one in other_types if one["type"] == "literal_error" and not _has_error_in(meant, one["loc"][:-2])
+    ]
+    if unknown:
+        where = _where(unknown[0]["loc"])
+        allowed = ", ".join(dict.fromkeys(one["ctx"]["expected"].replace(" or ", ", ") for one in unknown))
+        text = f"{where} is {_SHORTENED.repr(unknown[0]['input'])[:80]}; allowed are {allowed}"
+        return InvalidRequest(text, param=where, constraint="literal_error")
+    found = max(meant or of_field, key=lambda one: len(one["loc"]))
     where = _where(found["loc"])
     if found["type"] == "extra_forbidden":
         known = _options(kind, found["loc"][:-1])
@@ -165,6 +177,16 @@ def _where(place: Sequence[int | str]) -> str:
     name, *inside = place or ("the body",)
     found = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
     return found.removesuffix(".[key]")[:_MAX_NAME_CHARS]
+
+
+def _has_error_in(errors: list[ErrorDetails], place: Sequence[int | str]) -> bool:
+    return any(one["loc"][: len(place)] == place for one in errors)
+
+
+def _is_type_of_alternative(error: ErrorDetails) -> bool:
+    """Return whether an alternative of a union does not apply, because it is for objects of another ``type``."""
+    *_, of, name = "", *error["loc"]
+    return name == "type" and str(of)[:1].isupper() and error["type"] in ("literal_error", "missing")
 
 
 def _are_siblings(one: Sequence[int | str], other: Sequence[int | str]) -> bool:

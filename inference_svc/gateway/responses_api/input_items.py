@@ -18,11 +18,12 @@ _ID_PREFIXES = {
 
 
 class Part(BodyModel):
-    """A text part of a message. Parts of an earlier answer may have ``annotations`` and ``logprobs``."""
+    """A text part of a message. Parts of an earlier answer may have ``annotations``, ``parsed`` and ``logprobs``."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Annotated[list[Any], FIRST_ERROR] | None = None
+    parsed: Any = None
     logprobs: Annotated[list[Any], FIRST_ERROR] | None = None
     prompt_cache_breakpoint: Any = None
 
@@ -41,7 +42,8 @@ class _ToolItem(_Item):
 
     caller: Any = None
     namespace: str | None = None
-    async_: Any = Field(default=None, alias="async")
+    is_async: Any = Field(default=None, alias="async")
+    async_: Any = None  # the name in the SDK's ``model_dump()``
 
 
 class MessageItem(_Item):

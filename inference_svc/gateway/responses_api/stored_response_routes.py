@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from kvsidecar.errors import InvalidRequest, UnknownResponse
+from kvsidecar.errors import InvalidRequest, UnknownResponse, UnsupportedOption
 from pydantic import Field, TypeAdapter
 
 from inference_svc.gateway.api_keys import ApiKeys
@@ -51,6 +51,11 @@ class StoredResponseRoutes:
     # ---- responses ------------------------------------------------------------------------------------------
 
     async def response(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise UnsupportedOption(
+                "stream is true: this server does not replay the events of a stored response; leave it out",
+                param="stream",
+            )
         return Response(self._find(request, "resp_").response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
