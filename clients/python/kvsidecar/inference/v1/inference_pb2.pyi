@@ -1309,7 +1309,8 @@ class MissReason(_message.Message):
     TEXT_AFTER_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """Kind: "never_seen", "differs", "other_tenant", "other_namespace", "evicted", "quota", "expired", "deleted",
-    "not_stored", "corrupt", "arena_full", "load_slower", "reuse_off", "skipped", "unavailable" or "unknown".
+    "not_stored", "corrupt", "arena_full", "load_slower", "reuse_off", "repair_slower", "skipped", "unavailable" or
+    "unknown".
     """
     position: _builtins.int
     """Index of the first token of the prompt that the reason is about."""
