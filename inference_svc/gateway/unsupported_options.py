@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:
     from inference_svc.gateway.body_model import BodyModel
@@ -179,14 +178,15 @@ def _where(place: Sequence[int | str]) -> str:
     return found.removesuffix(".[key]")[:_MAX_NAME_CHARS]
 
 
-def _has_error_in(errors: list[ErrorDetails], place: Sequence[int | str]) -> bool:
+def _has_error_in(errors: Sequence[Any], place: Sequence[int | str]) -> bool:
     return any(one["loc"][: len(place)] == place for one in errors)
 
 
-def _is_type_of_alternative(error: ErrorDetails) -> bool:
+def _is_type_of_alternative(error: Any) -> bool:
     """Return whether an alternative of a union does not apply, because it is for objects of another ``type``."""
-    *_, of, name = "", *error["loc"]
-    return name == "type" and str(of)[:1].isupper() and error["type"] in ("literal_error", "missing")
+    place: tuple[int | str, ...] = ("", *error["loc"])
+    of_alternative = place[-1] == "type" and str(place[-2])[:1].isupper()
+    return of_alternative and error["type"] in ("literal_error", "missing")
 
 
 def _are_siblings(one: Sequence[int | str], other: Sequence[int | str]) -> bool:

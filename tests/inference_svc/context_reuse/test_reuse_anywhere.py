@@ -127,4 +127,4 @@ def test_an_unverified_model_is_verified_while_idle_and_requests_choose(monkeypa
         assert node.wait_for_log(state.sentence)
         node.restart_worker(0)
         after = node.client().model().reuse_anywhere
-        assert after.sentence == state.sentence, "the daemon has stored the verdict"
+        assert after.sentence == state.sentence, f"the daemon has stored the verdict: {node.read_log()}"
