@@ -76,7 +76,7 @@ def quick_starts() -> Iterator[None]:
     nurseries: dict[str, Nursery] = {}
 
     def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
-        package, *arguments = command
+        package, *arguments = busy_machine.patient(command)
         if package not in nurseries:
             nurseries[package] = Nursery(package)
         return nurseries[package].start(arguments, environment, log)
@@ -100,9 +100,8 @@ def own_logging() -> Iterator[None]:
 def node() -> Iterator[Node]:
     """A daemon and one worker with the built-in model and 16-bit storage. All tests of a module share them.
 
-    The worker's pool has no prefix cache, so all reuse comes from the daemon. Its lookup timeout is long, so that a
-    busy machine causes no misses.
+    The worker's pool has no prefix cache, so all reuse comes from the daemon.
     """
-    flags = {"resident_sequences": 0, "cache_timeout_ms": 20_000}
+    flags = {"resident_sequences": 0}
     with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:
         yield running

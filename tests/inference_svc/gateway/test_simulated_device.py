@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.node import Node, Process, new_interpreter
 from inference_svc.models.loader import load
+from tests import busy_machine
 from tests.inference_svc.gateway.conftest import of_node
 from tests.inference_svc.lora.random_adapters import linears, tensors, write
 from tests.inference_svc.models.test_real_models import smollm2  # noqa: F401
@@ -29,7 +30,12 @@ class DeviceNode(Node):
     @staticmethod
     def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
         if command[:2] == ["inference_svc", "worker"]:
-            command = ["tests.kvkernels.doubles.simulated_worker", *command[1:], "--device", "sim:0"]
+            command = [
+                "tests.kvkernels.doubles.simulated_worker",
+                *busy_machine.patient(command)[1:],
+                "--device",
+                "sim:0",
+            ]
         return new_interpreter(command, environment, log)
 
 
@@ -92,8 +98,8 @@ def test_hits_equal_misses_also_after_deaths_of_worker_and_daemon(device: Served
             device.node.kill(dead)
             device.node.start_daemon()
             device.node.wait_attached(0)
-        hit = device.chat(messages)
-        assert cached(hit) == hit["usage"]["prompt_tokens"] - 1, dead
+        hit = device.chat(messages, explain=True)
+        assert cached(hit) == hit["usage"]["prompt_tokens"] - 1, (dead, hit["miss"], device.node.read_log())
         assert answer(hit) == answer(miss), dead
 
 

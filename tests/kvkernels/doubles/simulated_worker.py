@@ -19,6 +19,7 @@ from kvkernels.device.visible_devices import device_of
 from inference_svc.__main__ import main
 from inference_svc.models import loader
 from inference_svc.server import preflight
+from tests import busy_machine
 from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.device.simulated_kernels import SimulatedKernels
 from tests.kvkernels.device.simulated_stream import Schedule
@@ -42,4 +43,5 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
+    busy_machine.prefer_loads()
     sys.exit(main())
