@@ -65,6 +65,8 @@ _MAX_YIELD_SECONDS = 1.0
 # Interval at which a lookup that waits for a save checks whether its request was cancelled.
 _POLL_SECONDS = 0.05
 _VERDICT_SECONDS = 3.0
+# After these errors, the daemon would refuse a verdict again.
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class DaemonConnector:
@@ -114,15 +116,21 @@ class DaemonConnector:
         if session is not None and session.verdict is None:
             session.verdict = verdict
 
-    def store_verdict(self, verdict: pb.ReuseVerdict) -> None:
-        """Use a verdict, and store it in the daemon. Logs an error of the daemon."""
+    def store_verdict(self, verdict: pb.ReuseVerdict) -> bool:
+        """Use a verdict, and store it in the daemon. Returns False if the daemon does not answer; then call it again.
+
+        Logs an error of the daemon.
+        """
         self.use_verdict(verdict)
         session = self._daemons[b""].session
+        if session is None:
+            return False
         try:
-            if session is not None:
-                session.store_verdict(verdict, _VERDICT_SECONDS)
+            session.store_verdict(verdict, _VERDICT_SECONDS)
         except grpc.RpcError as error:
             log.warning("the daemon did not store the verdict on approximate reuse", error=str(from_rpc(error)))
+            return error.code() in _REFUSALS
+        return True
 
     def close(self) -> None:
         """Finish queued jobs and end the sessions. Blocks."""

@@ -89,7 +89,12 @@ class IdleVerification:
         lab = ReuseLab(self._engine.loaded, decoder=decoder, piece_rows=_PIECE_ROWS)
         tried = candidates(self._config.repair, self._config.repair_ratio)
         report = Verifier(lab, self._config.storage_bits).run(questions, tried, progress=advance)
-        self._cache.store_verdict(report.verdict())
+        self._store(report.verdict())
+
+    def _store(self, verdict: ReuseVerdict) -> None:
+        """Store the verdict in the daemon; a daemon that does not answer gets it when it answers again."""
+        while not self._cache.store_verdict(verdict) and not self._stop.wait(_POLL_SECONDS):
+            pass
 
     def _when_idle(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` on the engine's thread when no request runs or waits. Raises Unavailable after ``close``."""

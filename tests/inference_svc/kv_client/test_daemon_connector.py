@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
+from inference_svc.server.idle_verification import IdleVerification
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request
@@ -107,3 +109,32 @@ def test_loading_leaves_what_is_in_the_pool(node: Node) -> None:
         after = here.keys[:, :, target]
         assert torch.equal(after[:, :, :shared], before[:, :, :shared])
         assert torch.equal(after[:, :, shared:], there.keys[:, :, source][:, :, shared:])
+
+
+def test_a_verdict_is_stored_once_the_daemon_answers_again() -> None:
+    """It was dropped if the daemon did not answer at the end of the verification, which takes minutes."""
+    verdict, unused = cache_pb2.ReuseVerdict(passed=True, strategy="guided", ratio=0.15), cast(Any, None)
+    with Node(workers=0, arena_bytes="4MiB") as node, connected(node, "verdict", 64) as (connector, link):
+        node.kill("daemon")
+        idle = IdleVerification(unused, connector, unused)
+        with ThreadPoolExecutor(1) as thread:
+            stored = thread.submit(idle._store, verdict)
+            try:
+                time.sleep(1.0)
+                assert not stored.done()
+                node.start_daemon()
+                stored.result(60)
+            finally:
+                idle.close()
+        other = DaemonConnection(ServiceAddress(node.cache_socket), "other", link.descriptor)
+        try:
+            assert other.wait(60)
+            assert other.session is not None
+            assert other.session.verdict == verdict
+        finally:
+            other.close()
+
+
+def test_a_verdict_that_the_daemon_refuses_is_not_sent_again(node: Node) -> None:
+    with connected(node, "refused", 64) as (connector, _):
+        assert connector.store_verdict(cache_pb2.ReuseVerdict(passed=True, strategy="guided", ratio=2.0))
