@@ -99,10 +99,11 @@ class IncrementalDetokenizer:
         calls = self._skip_calls(self._calls) if self._calls is not None else ""
         if self._in_call:
             return calls
-        ends = [(at, len(s), s) for s in self._stop if (at := self._held.find(s)) >= 0]
-        if ends:
-            at, length, self.stopped_by = min(ends)
-            return calls + self._held[: at + length if self._keeps_stop else at]
+        found = _first(self._held, self._stop)
+        if found is not None:
+            start, end = found
+            self.stopped_by = self._held[start:end]
+            return calls + self._held[: end if self._keeps_stop else start]
         markers = self._calls.openings if self._calls is not None else ()
         return calls + self._take_all_but_beginning_of(*self._stop, *markers)
 
