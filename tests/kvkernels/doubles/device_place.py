@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,16 @@ from tests.kvkernels.device.simulated_stream import Schedule
 from tests.kvkernels.device.simulated_tensor import add_simulated_device
 from tests.kvkernels.emulated.conftest import library
 
+
+def dispatch_doubles(device: SimulatedDevice) -> dict[str, Callable[..., Any]]:
+    """Return what replaces functions of ``kvkernels.dispatch``, so that the emulator runs the device's kernels."""
+    kernels = SelectedKernels(SimulatedKernels(device, library()), "the emulator's")
+    return {
+        "kernels_for": lambda place: kernels,
+        "_transfer": cache(lambda place, use: ChunkTransfer(device_of(place))),
+    }
+
+
 PLACES = [*Schedule, pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -28,9 +38,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     schedule = getattr(request, "param", Schedule.DELAYED)
     simulated = SimulatedDevice(schedule=schedule)
     add_simulated_device(simulated)
-    kernels = SimulatedKernels(simulated, library())
-    monkeypatch.setattr(dispatch, "kernels_for", lambda device: SelectedKernels(kernels, "the emulator's"))
-    monkeypatch.setattr(dispatch, "_transfer", cache(lambda device, use: ChunkTransfer(device_of(device))))
+    for name, double in dispatch_doubles(simulated).items():
+        monkeypatch.setattr(dispatch, name, double)
     yield simulated
     simulated.close()
 

@@ -7,34 +7,27 @@ The worker is the real one. Only the device behind the device port and the kerne
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import torch
 from kvkernels import dispatch
-from kvkernels.cuda.chunk_transfer import ChunkTransfer
-from kvkernels.cuda.kernel_select import SelectedKernels
-from kvkernels.device.visible_devices import device_of
 
 from inference_svc.__main__ import main
 from inference_svc.models import loader
 from inference_svc.server import preflight
 from tests import busy_machine
 from tests.kvkernels.device.simulated_device import SimulatedDevice
-from tests.kvkernels.device.simulated_kernels import SimulatedKernels
 from tests.kvkernels.device.simulated_stream import Schedule
 from tests.kvkernels.device.simulated_tensor import add_simulated_device
-from tests.kvkernels.emulated.conftest import library
+from tests.kvkernels.doubles.device_place import dispatch_doubles
 
 
 def install() -> None:
     """Add ``sim:0``, whose streams delay their work at random, and the emulator's kernels."""
     device = SimulatedDevice(schedule=Schedule.DELAYED)
     add_simulated_device(device)
-    replaced: Any = dispatch
-    kernels = SelectedKernels(SimulatedKernels(device, library()), "the emulator's")
-    replaced.kernels_for = lambda place: kernels
-    replaced._transfer = cache(lambda place, use: ChunkTransfer(device_of(place)))
+    for name, double in dispatch_doubles(device).items():
+        setattr(dispatch, name, double)
     any_loader: Any = loader
     any_loader.pick_device = torch.device
     any_preflight: Any = preflight
