@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -72,7 +72,7 @@ class OpenAIWriter:
         kind = "chat.completion" if self._chat else "text_completion"
         self._head: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
-        self._written: Counter[int] = Counter()  # characters written so far, by choice, for text_offset
+        self._offsets: defaultdict[int, openai_fields.TextOffset] = defaultdict(openai_fields.TextOffset)  # by choice
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if self._chat else kind
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class OpenAIWriter:
         return {
             "index": index,
             **body,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(index, choice.logprobs),
             "finish_reason": self._finish_reason(choice.last),
             "stop_reason": openai_fields.stop_reason(choice.last),
         }
@@ -165,8 +165,7 @@ class OpenAIWriter:
         told: dict[str, Any] | None = None
         if part.text or part.logprobs or any(returned.values()):
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
-            logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])
-            self._written[piece.choice] += sum(len(p.text) for p in part.logprobs)
+            logprobs = self._logprobs(piece.choice, list(part.logprobs))
             if not self._chat and part.prompt_token_ids:
                 returned["prompt_token_ids"] = list(part.prompt_token_ids)
             told = {**content, "logprobs": logprobs, **returned}
@@ -201,16 +200,17 @@ class OpenAIWriter:
                 told["prompt_token_ids"] = list(piece.part.prompt_token_ids)
         return encode_event({**self._head, **told})
 
-    def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
+    def _logprobs(self, choice: int, parts: list[pb.TokenLogprob]) -> dict[str, Any] | None:
+        """Return the log probabilities of the next tokens of a choice; None if the request asks for none."""
         most = self._request.num_top_logprobs()
         if most is None:
             return None
         if isinstance(self._request, ChatRequest):
             return openai_fields.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
         most = len(self._request.logprob_token_ids or ()) or most
-        from_prompt = self._request.echo and not at
-        as_ids = self._request.return_tokens_as_token_ids
-        return openai_fields.completion_logprobs(parts, most, at, from_prompt, as_ids)
+        offset, as_ids = self._offsets[choice], self._request.return_tokens_as_token_ids
+        from_prompt = self._request.echo and offset.at_start
+        return openai_fields.completion_logprobs(parts, most, offset, from_prompt, as_ids)
 
 
 async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:

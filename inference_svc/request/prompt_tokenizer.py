@@ -16,6 +16,7 @@ from inference_svc.chat_template.template_messages import prompt_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request.sampled_calls import SampledCalls
+from inference_svc.request.token_bytes import token_bytes
 from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.sequence import Sequence
 
@@ -214,6 +215,11 @@ class PromptTokenizer:
         """Convert token ids to text, with special tokens; padding ids of the vocabulary have no text."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
+
+    def text_and_bytes(self, token: int) -> tuple[str, bytes]:
+        """Return a token's text and its bytes; see ``token_bytes``."""
+        text = self.text([token])
+        return text, token_bytes(self.token_names([token])[0], text)
 
     def token_names(self, ids: list[int]) -> list[str]:
         """Return the tokens' names in the vocabulary; empty for padding ids."""

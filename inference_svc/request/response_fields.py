@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
@@ -10,37 +11,33 @@ from inference_svc.chat_template.reasoning_splitter import ReasoningSplitter
 from inference_svc.sampling.logprobs import PromptLogprob, SampledToken
 from inference_svc.sequence.sequence import FinishReason, Sequence
 
-Decode = Callable[[list[int]], str]
+# Returns a token's text and its bytes.
+DecodeToken = Callable[[int], tuple[str, bytes]]
 
 
-def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
+def token_logprob(drawn: SampledToken, decode: DecodeToken) -> pb.TokenLogprob:
     """Build the message of a sampled token or prompt token, with its likeliest alternatives."""
-    return pb.TokenLogprob(
-        token_id=drawn.token,
-        text=decode([drawn.token]),
-        logprob=drawn.logprob or 0.0,
-        top=[pb.TokenLogprob(token_id=t, text=decode([t]), logprob=p) for t, p in drawn.top],
-        rank=drawn.rank if isinstance(drawn, PromptLogprob) else 0,
-    )
+
+    def one(token: int, logprob: float) -> pb.TokenLogprob:
+        text, encoded = decode(token)
+        return pb.TokenLogprob(token_id=token, text=text, logprob=logprob, token_bytes=encoded)
+
+    found = one(drawn.token, drawn.logprob or 0.0)
+    found.top.extend(one(*likely) for likely in drawn.top)
+    found.rank = drawn.rank if isinstance(drawn, PromptLogprob) else 0
+    return found
 
 
-def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
+def prompt_logprobs(sequence: Sequence, decode: DecodeToken) -> list[pb.TokenLogprob]:
     """Build the prompt logprobs of a sequence that has its first token; empty unless requested.
 
     Calls the tokenizer once per distinct token, which takes time.
     """
     if sequence.request.num_prompt_logprobs is None:
         return []
-    texts: dict[int, str] = {}
-
-    def text(tokens: list[int]) -> str:
-        (token,) = tokens
-        if token not in texts:
-            texts[token] = decode(tokens)
-        return texts[token]
-
+    decode = cache(decode)
     scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs)
-    return [token_logprob(one, text) for one in scored]
+    return [token_logprob(one, decode) for one in scored]
 
 
 def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:

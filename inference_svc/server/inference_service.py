@@ -216,7 +216,7 @@ class InferenceService(InferenceServiceServicer):
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
             part.reuse_anywhere.CopyFrom(self._runtime.reuse_state().message())
-        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._tokenizer.text))
+        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._tokenizer.text_and_bytes))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
 
@@ -233,7 +233,7 @@ class InferenceService(InferenceServiceServicer):
         if output.token is not None:
             part.token_ids.append(output.token.token)
             if output.token.logprob is not None:
-                part.logprobs.append(token_logprob(output.token, self._tokenizer.text))
+                part.logprobs.append(token_logprob(output.token, self._tokenizer.text_and_bytes))
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
@@ -40,6 +40,7 @@ from inference_svc.context_reuse.verifier import (
 from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.prompt_provenance import prompt_parts
+from inference_svc.request.prompt_tokenizer import PromptTokenizer
 from inference_svc.request.response_fields import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.sequence.sequence import FinishReason, SequenceOutput
 from inference_svc.sequence.sequence import Sequence as EngineSequence
@@ -273,7 +274,7 @@ class Engine:
         request = to_request(prompt, **options)
         sequence = self._requests.build(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
-        return _Call(sequence, outputs, self._requests.call_parser(request), self._requests.tokenizer.text)
+        return _Call(sequence, outputs, self._requests.call_parser(request), self._requests.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ class _Call:
     sequence: EngineSequence
     outputs: queue.SimpleQueue[SequenceOutput]
     parser: ToolCallParser | None
-    decode: Callable[[list[int]], str]
+    tokenizer: PromptTokenizer
 
 
 def _result(call: _Call) -> Result:
@@ -303,7 +304,7 @@ def _chunks(call: _Call) -> Iterator[Chunk]:
         if output.token is not None:
             part.token_ids.append(output.token.token)
             if output.token.logprob is not None:
-                logprobs.append(token_logprob(output.token, call.decode))
+                logprobs.append(token_logprob(output.token, call.tokenizer.text_and_bytes))
         if finish is not None:
             part.finish_reason = FINISH[finish]
             set_stop_reason(s, finish, part)
@@ -340,8 +341,8 @@ def _ended(
         timings=dict(vars(s.timings)),
         tool_calls=calls,
         logprobs=logprobs,
-        prompt_parts=prompt_parts(s, call.decode) if s.usage.provenance else [],
-        prompt_logprobs=prompt_logprobs(s, call.decode),
+        prompt_parts=prompt_parts(s, call.tokenizer.text) if s.usage.provenance else [],
+        prompt_logprobs=prompt_logprobs(s, call.tokenizer.text_and_bytes),
         stopped_by=None if ended_by is None else getattr(last, ended_by),
     )
 

@@ -135,6 +135,36 @@ def test_log_probabilities_name_tokens_by_id(gateway: Gateway) -> None:
     )
 
 
+def test_bytes_of_parts_of_characters(gateway: Gateway) -> None:
+    """They were null, although clients join them to the answer's text, as OpenAI's documentation advises."""
+    text = "🦊 über 猫"
+    body = {"messages": SAID, "logprobs": True, "top_logprobs": 2, "structured_outputs": {"choice": [text]}}
+    choice = gateway.post("/v1/chat/completions", **body)["choices"][0]
+    assert choice["message"]["content"] == text
+    tokens = choice["logprobs"]["content"]
+    assert any("\ufffd" in token["token"] for token in tokens), "the vocabulary has no token for some character"
+    assert b"".join(bytes(token["bytes"]) for token in tokens).decode().startswith(text)
+    assert all(top["bytes"] is not None for token in tokens for top in token["top_logprobs"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_offsets_of_tokens_in_the_text(gateway: Gateway, streamed: bool) -> None:
+    """A character of several tokens counted several times."""
+    prompt = "a 🦊 and über 猫, then text"
+    body: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 3, "ignore_eos": True}
+    if streamed:
+        choices = [event["choices"][0] for event in events(gateway, "/v1/completions", **body) if event["choices"]]
+    else:
+        choices = gateway.post("/v1/completions", **body)["choices"]
+    text = "".join(choice["text"] for choice in choices)
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    tokens, offsets = ([one for part in logprobs for one in part[name]] for name in ("tokens", "text_offset"))
+    assert offsets == sorted(offsets)
+    whole = [(token, at) for token, at in zip(tokens, offsets, strict=True) if "\ufffd" not in token]
+    assert len(whole) < len(tokens), "some token is a part of a character"
+    assert all(text[at:].startswith(token) for token, at in whole)
+
+
 def test_the_sampled_token_is_among_its_alternatives(gateway: Gateway) -> None:
     found = gateway.post("/v1/completions", prompt="hello", max_tokens=3, logprobs=0, ignore_eos=True)
     logprobs = found["choices"][0]["logprobs"]

@@ -1143,14 +1143,17 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     text: _builtins.str
-    """Its text."""
+    """Its text. The text of a token that is a part of a character has a replacement character (U+FFFD)."""
     logprob: _builtins.float
     """Natural logarithm of its probability at temperature 1, among the tokens that the grammar allows."""
     rank: _builtins.int
     """Rank of a prompt token: one plus the number of more likely tokens. 0 for a generated token."""
+    token_bytes: _builtins.bytes
+    """The bytes of its text in UTF-8, also of a part of a character; empty if the vocabulary does not tell them."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely tokens at this position, most likely first; their own `top` is empty."""
@@ -1163,10 +1166,11 @@ class TokenLogprob(_message.Message):
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
         rank: _builtins.int = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
