@@ -144,7 +144,8 @@ def _check_satisfiable(matcher: LLMatcher) -> None:
     tried = matcher.deep_copy()
     tried.compute_bitmask()
     if tried.is_error():
-        raise _refused(f"no text begins as it says ({tried.stop_reason()})")
+        log.debug("a grammar has no first token", reason=tried.stop_reason())
+        raise _refused("no text begins as it says, for example because a schema or rule refers only to itself")
 
 
 def _refused(why: str, schema: Any = None) -> InvalidRequest:
