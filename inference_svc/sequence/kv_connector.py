@@ -14,7 +14,7 @@ from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.sequence.sequence import Sequence
 
 MISS_UNAVAILABLE, MISS_LOAD_SLOWER, MISS_REPAIR_SLOWER = "unavailable", "load_slower", "repair_slower"
-"""Kinds of misses of a connector: without a session, or because loading takes longer than computing."""
+"""Kinds of misses of a connector: no session; loading, or loading with repair, would take longer than prefill."""
 
 
 @dataclass(frozen=True)
