@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ENVIRONMENT = {"KVSIDECAR_WORKER_CACHE_TIMEOUT_MS": "10000"}
+"""Settings of a worker that waits 10 s for the daemon's answers. The product's timeout is 0.5 s."""
+
 
 def prefer_loads() -> None:
     """Let workers of this process load stored chunks unless a load takes a second longer than the prefill.
@@ -22,14 +25,3 @@ def wait_for_nodes() -> None:
     from inference_svc.gateway.fleet import prefix_query
 
     prefix_query._TIMEOUT_SECONDS = 10.0
-
-
-def patient(command: list[str]) -> list[str]:
-    """Return a process's command; a worker's gets a timeout of 10 s for the daemon's answers unless it has one.
-
-    The product's timeout is 0.5 s, after which the worker computes what is stored.
-    """
-    flag = "--cache-timeout-ms"
-    if command[:2] != ["inference_svc", "worker"] or flag in command:
-        return command
-    return [*command, flag, "10000"]

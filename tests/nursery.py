@@ -39,7 +39,6 @@ _IMPORTS = {
 _MESSAGE_BYTES = 1 << 20
 # A worker computes chunks that would be slower to load, and a fleet gateway prefers a node that answers in time. In
 # tests, both wait longer, so that other work on the machine does not decide a test.
-_PATIENT_ENVIRONMENT = {"KVSIDECAR_WORKER_CACHE_TIMEOUT_MS": "10000"}
 _PATIENT = {"worker": busy_machine.prefer_loads, "gateway": busy_machine.wait_for_nodes}
 
 
@@ -64,7 +63,7 @@ class Nursery:
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], log: int) -> Nursling:
         """Start a process with these command-line arguments; the file descriptor ``log`` gets its output."""
-        environment = _PATIENT_ENVIRONMENT | environment
+        environment = busy_machine.ENVIRONMENT | environment
         request = {"arguments": list(arguments), "environment": environment, "folder": os.getcwd()}
         return Nursling(self, self._ask(request, [log]))
 

@@ -30,13 +30,8 @@ class DeviceNode(Node):
     @staticmethod
     def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
         if command[:2] == ["inference_svc", "worker"]:
-            command = [
-                "tests.kvkernels.doubles.simulated_worker",
-                *busy_machine.patient(command)[1:],
-                "--device",
-                "sim:0",
-            ]
-        return new_interpreter(command, environment, log)
+            command = ["tests.kvkernels.doubles.simulated_worker", *command[1:], "--device", "sim:0"]
+        return new_interpreter(command, busy_machine.ENVIRONMENT | environment, log)
 
 
 class Served:

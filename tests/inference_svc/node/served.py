@@ -15,6 +15,7 @@ import psutil
 from kvsidecar.net.addresses import TcpAddress
 
 from benchmarks.node import free_port
+from tests import busy_machine
 
 CLI = str(Path(sys.executable).parent / "kvsidecar")
 
@@ -36,7 +37,7 @@ class Served:
         self.url = f"http://{TcpAddress(host, self.port)}"
         own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
         self.environment = {**own, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
-        self.environment |= settings or {}
+        self.environment |= {**busy_machine.ENVIRONMENT, **(settings or {})}
         (folder / "kvsidecar").mkdir(mode=0o700)
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
