@@ -21,7 +21,7 @@ CHATS = [
     [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What did the cat see?"}],
 ]
 WORDS = ["seven cats", "seven dogs", "a tree"]
-FLAGS = {"dtype": "float32", "resident_sequences": 0, "pool_bytes": "16MiB"}
+FLAGS = {"dtype": "float32", "resident_sequences": 0, "pool_bytes": "16MiB", "threads": 1}
 
 
 class DeviceNode(Node):
