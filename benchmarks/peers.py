@@ -4,6 +4,7 @@ All systems get the same prompts and the same model on the same machine.
 
 ttft_nocache_ms        the first question about a new document
 ttft_warm_ms           another question about it; decode_ms is the time per token of this answer
+decode_N_ms            time of a step that decodes N answers about the document (``--batches``)
 ttft_after_restart_ms  a third question, after SIGKILL and the start of a new process
 
 ours, ours_w8, ours_w4  our worker on its daemon, with unchanged weights, 8-bit weights and 4-bit weights
@@ -21,9 +22,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,10 @@ class Bench:
         options.context_tokens = lengths_of(self._model, options.context_tokens, options.answer_tokens + _SPARE_TOKENS)
         self._dtype = dtype_of(options.model, options.dtype)
         self._context = max(options.context_tokens) + options.answer_tokens + _SPARE_TOKENS
-        room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
+        self._batch = max(options.batches, default=1)
+        beside = self._batch * (QUESTION_TOKENS + options.answer_tokens + BLOCK_TOKENS)
+        room = (self._context + BLOCK_TOKENS) * (options.repeats + 1) + beside
+        self._context_of_all = self._context + beside
         self._room = room * model_shape(str(self._model)).token_bytes
         self._threads = len(os.sched_getaffinity(0))
 
@@ -88,6 +93,7 @@ class Bench:
                     self._dtype,
                     self._context,
                     self._room,
+                    max(8, self._batch),
                     eager=self._options.eager,
                 )
                 yield of_vllm(name, recipe, stack, self._room if name == "vllm_kvsidecar" else 0)
@@ -98,15 +104,21 @@ class Bench:
         if not model.exists():
             write_gguf(self._model, model, kind)
         cache.mkdir(exist_ok=True)
-        options = {"model": str(model), "context": self._context, "threads": self._threads, "prompt_cache": str(cache)}
+        options: dict[str, Any] = {"model": str(model), "context": self._context_of_all, "sequences": self._batch}
+        options |= {"threads": self._threads, "prompt_cache": str(cache)}
         return Engine(place, "llama_cpp", self._scratch, options)
+
+
+def metrics_of(batches: Sequence[int]) -> list[str]:
+    """Return the names of a row's metrics, in the order of the table."""
+    return [*METRICS, *(f"decode_{count}_ms" for count in batches)]
 
 
 def measure(arm: EngineArm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
     """Measure one system; return its rows. All systems get the same prompts."""
     draw, rows = TokenSource(options.seed), []
     for context in options.context_tokens:
-        found: dict[str, list[float]] = {metric: [] for metric in METRICS}
+        found: dict[str, list[float]] = {metric: [] for metric in metrics_of(options.batches)}
         documents = [draw(context - QUESTION_TOKENS) for _ in range(options.repeats)]
         arm.ask(draw(QUESTION_TOKENS), 2)  # warm-up
         for document in documents:
@@ -118,6 +130,11 @@ def measure(arm: EngineArm, options: argparse.Namespace, step: Callable[[], None
             found["ttft_nocache_ms"].append(cold.ttft_ms)
             found["ttft_warm_ms"].append(warm.ttft_ms)
             found["decode_ms"].append(warm.decode_ms)
+            for count in options.batches:
+                prompts = [document + draw(QUESTION_TOKENS) for _ in range(count)]
+                answers = arm.ask_batch(prompts, options.answer_tokens)
+                found[f"decode_{count}_ms"].append(statistics.median(answer.decode_ms for answer in answers))
+                arm.settle()
             step()
         arm.restart()
         for document in documents:
@@ -150,16 +167,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             except _FAILURES as why:
                 missing[name] = str(why)
                 report.console.print(f"[yellow]{name}: {why}[/yellow]")
-    shown = ("system", "context_tokens", *METRICS, "reused_after_restart")
-    return report.write(options, "peers", rows, {**_summary(rows), "missing": missing}, shown)
+    metrics = metrics_of(options.batches)
+    shown = ("system", "context_tokens", *metrics, "reused_after_restart")
+    return report.write(options, "peers", rows, {**_summary(rows, metrics), "missing": missing}, shown)
 
 
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(rows: list[dict[str, Any]], metrics: list[str]) -> dict[str, Any]:
     """Return each system's times divided by ours with unchanged weights. Below 1, ours is slower."""
     ours = {r["context_tokens"]: r for r in rows if r["system"] == "ours"}
     return {
         f"{r['system']}_{r['context_tokens']}_over_ours": {
-            m.removesuffix("_ms"): round(r[m] / ours[r["context_tokens"]][m], 2) for m in METRICS
+            m.removesuffix("_ms"): round(r[m] / ours[r["context_tokens"]][m], 2) for m in metrics
         }
         for r in rows
         if r["system"] != "ours" and r["context_tokens"] in ours
@@ -174,12 +192,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
     parser.add_argument("--repeats", type=int, default=3, help="documents of each length")
     parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16], help="answers that are decoded together")
     parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
         options.context_tokens = (options.context_tokens or [1024])[:1]
-        options.repeats, options.answer_tokens, options.eager = 2, 8, True
+        options.repeats, options.answer_tokens, options.batches, options.eager = 2, 8, [4], True
     return run(options)
 
 

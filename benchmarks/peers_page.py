@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import METRICS
+from benchmarks.peers import metrics_of
 
 ROOT = Path(__file__).parent.parent
 MEANINGS = {
@@ -33,7 +33,8 @@ _ABOUT = {
     "peers": (
         "Four engines, the same prompts",
         "Each system reads new documents, answers a question about each, and answers another one after SIGKILL and a "
-        "new process. A system without persistence computes the document again. `ours` is our worker with 16-bit "
+        "new process. A system without persistence computes the document again. Answers that are decoded together are "
+        "to different questions about one document. `ours` is our worker with 16-bit "
         "weights, `ours_w8` and `ours_w4` with 8 and 4 bits. The list above each table compares a system with "
         "ours at the same bits per weight. `vllm_kvsidecar` is vLLM with our connector.",
     ),
@@ -108,20 +109,25 @@ def page(results: dict[str, Result]) -> str:
 def _peers(result: Result) -> list[str]:
     rows = result["rows"]
     ours = {(r["system"], r["context_tokens"]): r for r in rows if r["system"].startswith("ours")}
-    lost = []
+    lost, metrics = [], metrics_of(result["config"].get("batches", []))
     for r in rows:
         tokens = r["context_tokens"]
         own = ours.get((_SAME_BITS.get(r["system"], "ours"), tokens)) or ours.get(("ours", tokens))
-        for metric in METRICS if own is not None and not r["system"].startswith("ours") else ():
+        for metric in metrics if own is not None and not r["system"].startswith("ours") else ():
             if r[metric] < own[metric]:
                 share = f"{r['system']} needs {r[metric] / own[metric]:.2f} of the time of {own['system']}"
-                lost.append(f"- {MEANINGS[metric]}, {tokens:,} tokens: {share}")
+                lost.append(f"- {_meaning(metric)}, {tokens:,} tokens: {share}")
     table = _table(
-        ["system", "tokens", *MEANINGS.values()],
-        [[r["system"], r["context_tokens"], *(r[m] for m in METRICS)] for r in rows],
+        ["system", "tokens", *map(_meaning, metrics)],
+        [[r["system"], r["context_tokens"], *(r[m] for m in metrics)] for r in rows],
     )
     faster = "\n".join(lost) or "- nothing in this run"
     return ["**Other systems are faster at:**", faster, table]
+
+
+def _meaning(metric: str) -> str:
+    batch = re.fullmatch(r"decode_(\d+)_ms", metric)
+    return f"time per step, {batch[1]} answers" if batch else MEANINGS[metric]
 
 
 def _agents(result: Result) -> list[str]:

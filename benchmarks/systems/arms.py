@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.node import Node
@@ -26,17 +28,29 @@ def _nothing() -> None:
 class EngineArm:
     """One engine configuration.
 
-    ``ask`` returns a greedy answer. ``restart`` sends SIGKILL and starts a new process; for an engine without a cache,
-    it does nothing. ``settle`` waits until all stores have finished. ``save`` persists the cache of an engine that does
-    so only on request. The engine reuses whole blocks of ``block`` tokens.
+    ``ask`` returns a greedy answer, and ``ask_batch`` the answers to prompts that the engine decodes together.
+    ``restart`` sends SIGKILL and starts a new process; for an engine without a cache, it does nothing. ``settle`` waits
+    until all stores have finished. ``save`` persists the cache of an engine that does so only on request. The engine
+    reuses whole blocks of ``block`` tokens.
     """
 
     name: str
     ask: Callable[[list[int], int], Answer]
+    ask_batch: Callable[[list[list[int]], int], list[Answer]]
     restart: Callable[[], None]
     settle: Callable[[], None] = _nothing
     save: Callable[[], object] = _nothing
     block: int = 1
+
+
+def _together(ask: Callable[..., Answer]) -> Callable[[list[list[int]], int], list[Answer]]:
+    """Send the prompts of a batch at once, each from a thread."""
+
+    def ask_batch(prompts: list[list[int]], answer: int) -> list[Answer]:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: ask(prompt, answer), prompts))
+
+    return ask_batch
 
 
 def of_node(name: str, node: Node, *, skip: bool = False) -> EngineArm:
@@ -49,7 +63,8 @@ def of_node(name: str, node: Node, *, skip: bool = False) -> EngineArm:
         total = found.ttft_ms + found.timings["decode_ms"]
         return Answer(found.token_ids, found.ttft_ms, total, found.cached_tokens)
 
-    return EngineArm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
+    restart = _nothing if skip else lambda: node.restart_worker(0)
+    return EngineArm(name, ask, _together(ask), restart, node.settle)
 
 
 def of_engine(
@@ -67,7 +82,7 @@ def of_engine(
         engine.ask([7] * _WARMING_TOKENS, 2)  # warm-up
 
     block = int(engine.about.get("block_tokens", 1))
-    return EngineArm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
+    return EngineArm(name, engine.ask, engine.ask_batch, restart if keeps else _nothing, settle, save, block)
 
 
 def arms_of(
@@ -126,4 +141,9 @@ def of_vllm(
     else:
         engine = recipe.plain(prefix_caching=prefix_caching)
     stack.enter_context(engine)
-    return of_engine(name, engine, settle, keeps=prefix_caching or arena > 0)
+    arm = of_engine(name, engine, settle, keeps=prefix_caching or arena > 0)
+
+    def ask_batch(prompts: list[list[int]], answer: int) -> list[Answer]:
+        return _together(partial(engine.ask, together=len(prompts)))(prompts, answer)
+
+    return replace(arm, ask_batch=ask_batch)

@@ -161,6 +161,11 @@ class Engine:
         found = self._send(asked).result(seconds)
         return Answer(found["ids"], found["ttft_ms"], found["total_ms"], found["cached"])
 
+    def ask_batch(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+        """Return greedy answers to prompts that the engine's program computes as one batch. Raises as ``ask``."""
+        found = self._send({"batch": prompts, "max_tokens": max_tokens}).result(_ASK_SECONDS)
+        return [Answer(ids, found["ttft_ms"], found["total_ms"], found["cached"]) for ids in found["ids"]]
+
     def do(self, what: str) -> Any:
         """Run an operation of the engine's program other than an answer, such as ``reset``."""
         return self._send({"do": what}).result(_ASK_SECONDS)["done"]

@@ -6,6 +6,7 @@ previous prompt, from the library's cache object.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,9 +30,7 @@ class Transformers:
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
-        shared = next((i for i, (a, b) in enumerate(zip(self._there, prompt, strict=False)) if a != b), None)
-        here = min(len(self._there), len(prompt) - 1) if shared is None else shared
-        self.cached = min(here, len(prompt) - 1)
+        self.cached = min(_common(self._there, prompt), len(prompt) - 1)
         if not self.cached:
             self._cache = transformers.DynamicCache()
         elif self.cached < len(self._there):
@@ -47,11 +46,31 @@ class Transformers:
             yield token
             todo = [token]
 
+    @torch.inference_mode()
+    def batch(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
+        """Answer prompts that continue the previous prompt's beginning, on copies of its cache."""
+        shared = min(_common(self._there, prompt) for prompt in prompts)
+        self.cached = min(shared, len(prompts[0]) - 1)
+        cache = copy.deepcopy(self._cache)
+        cache.crop(self.cached - len(self._there))
+        cache.batch_repeat_interleave(len(prompts))
+        todo = [prompt[self.cached :] for prompt in prompts]
+        for _ in range(max_tokens):
+            out = self._model(input_ids=torch.tensor(todo), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens: list[int] = out.logits[:, -1].argmax(-1).tolist()
+            yield tokens
+            todo = [[token] for token in tokens]
+
     def do(self, what: str) -> bool:
         if what != "reset":
             raise ValueError(f"{what!r} is not known; known is reset")
         self._cache, self._there = transformers.DynamicCache(), []
         return True
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Return the length of the common prefix of two prompts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Child's end of the socket: lines of JSON over a Unix socket.
 
 The child first sends ``{"ready": {…}}`` with the engine's description. A request is ``{"id", "tokens", "max_tokens",
-"salt"}`` or ``{"id", "do", …}``. An answer is ``{"id", …}`` or ``{"id", "error"}``. The module imports only the
-standard library.
+"salt"}``, ``{"id", "batch", "max_tokens"}`` or ``{"id", "do", …}``. An answer is ``{"id", …}`` or ``{"id", "error"}``.
+The module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any, Protocol
 
 
 class SequentialEngine(Protocol):
-    """An engine that answers one prompt at a time."""
+    """An engine that answers one prompt, or one batch of prompts, at a time."""
 
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]: ...
+
+    def batch(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
+        """Answer equally long prompts with a common prefix together. Yields each step's tokens, one per prompt."""
+        ...
 
     @property
     def cached(self) -> int:
@@ -53,10 +57,21 @@ def serve(link: socket.socket, about: dict[str, Any], engine: SequentialEngine) 
             link.sendall(line({"id": request["id"], **_answer(engine, request, began)}))
 
 
+def _batch_answer(engine: SequentialEngine, request: dict[str, Any], began: float) -> dict[str, Any]:
+    steps, first = list[list[int]](), 0.0
+    for tokens in engine.batch(request["batch"], request["max_tokens"]):
+        first = first or time.perf_counter()
+        steps.append(tokens)
+    times = {"ttft_ms": (first - began) * 1e3, "total_ms": (time.perf_counter() - began) * 1e3}
+    return {"ids": [list(ids) for ids in zip(*steps, strict=True)], "cached": engine.cached, **times}
+
+
 def _answer(engine: SequentialEngine, request: dict[str, Any], began: float) -> dict[str, Any]:
     try:
         if "do" in request:
             return {"done": engine.do(request["do"])}
+        if "batch" in request:
+            return _batch_answer(engine, request, began)
         ids, first = [], 0.0
         for token in engine.tokens(request["tokens"], request["max_tokens"]):
             first = first or time.perf_counter()
