@@ -173,7 +173,9 @@ def _command(result: Result) -> str:
         for name, value in config.items()
         if not isinstance(value, bool)
     )
-    return f"{machine['cpu']}, {machine['cores']} cores. `python -m benchmarks.{result['benchmark']} {flags}`"
+    origin = result.get("provenance")
+    when = f" On {origin['date'][:10]}, commit {origin['commit'][:8]}." if origin else ""
+    return f"{machine['cpu']}, {machine['cores']} cores.{when} `python -m benchmarks.{result['benchmark']} {flags}`"
 
 
 def _flag(value: Any) -> str:

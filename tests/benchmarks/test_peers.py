@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import agents, engines, peers, peers_page
+from benchmarks.engines import TokenSource
 from benchmarks.systems.checkpoint import KINDS, folder_of, write_gguf
 from inference_svc.models.gguf import gguf_config, gguf_file, gguf_weights
 
@@ -44,7 +46,9 @@ def test_what_is_missing_is_said_and_the_rest_measured(tmp_path: Path) -> None:
     found = read(out)
     rows = {row["system"]: row for row in found["rows"]}
     assert set(rows) == {"ours", "transformers"}
-    assert all(rows[name][metric] > 0 for name in rows for metric in peers.METRICS)
+    metrics = peers.metrics_of([4])
+    assert metrics[-1] == "decode_4_ms"
+    assert all(rows[name][metric] > 0 for name in rows for metric in metrics)
     assert rows["ours"]["reused_after_restart"] > 900
     assert rows["transformers"]["reused_after_restart"] == 0
     assert set(found["summary"]["missing"]) == {"llama.cpp_q4_0", "vllm"}
@@ -52,8 +56,23 @@ def test_what_is_missing_is_said_and_the_rest_measured(tmp_path: Path) -> None:
     text = peers_page.page({"peers": found})
     assert "**Other systems are faster at:**" in text
     assert "Missing, vllm: " in text
+    assert "| time per step, 4 answers |" in text
     engines.main(["--quick", "--out", str(out)])
     assert "is no interpreter with vllm" in read(out)["summary"]["missing"]
+
+
+@pytest.mark.parametrize("name", ["ours", "transformers"])
+def test_a_batch_gets_the_answers_of_its_prompts(tmp_path: Path, name: str) -> None:
+    sizes = {"context_tokens": [256], "answer_tokens": 6, "repeats": 1, "batches": [3]}
+    options = argparse.Namespace(model="demo", dtype="float32", eager=True, **sizes)
+    draw = TokenSource(1)
+    document = draw(224)
+    prompts = [document + draw(32) for _ in range(3)]
+    with peers.Bench(options, tmp_path).running(name) as arm:
+        alone = [arm.ask(prompt, 6).ids for prompt in prompts]
+        together = arm.ask_batch(prompts, 6)
+    assert [answer.ids for answer in together] == alone
+    assert all(answer.decode_ms > 0 and answer.cached >= 224 for answer in together)
 
 
 @pytest.mark.usefixtures("nothing_installed")
