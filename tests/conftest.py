@@ -100,8 +100,9 @@ def own_logging() -> Iterator[None]:
 def node() -> Iterator[Node]:
     """A daemon and one worker with the built-in model and 16-bit storage. All tests of a module share them.
 
-    The worker's pool has no prefix cache, so all reuse comes from the daemon.
+    The worker's pool has no prefix cache, so all reuse comes from the daemon. Its lookup timeout is long, so that a
+    busy machine causes no misses.
     """
-    flags = {"resident_sequences": 0}
+    flags = {"resident_sequences": 0, "cache_timeout_ms": 20_000}
     with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:
         yield running
