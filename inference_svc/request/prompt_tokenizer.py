@@ -16,7 +16,7 @@ from inference_svc.chat_template.template_messages import prompt_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request.sampled_calls import SampledCalls
-from inference_svc.request.token_bytes import token_bytes
+from inference_svc.request.token_bytes import REPLACEMENT, token_bytes
 from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.sequence import Sequence
 
@@ -219,7 +219,8 @@ class PromptTokenizer:
     def text_and_bytes(self, token: int) -> tuple[str, bytes]:
         """Return a token's text and its bytes; see ``token_bytes``."""
         text = self.text([token])
-        return text, token_bytes(self.token_names([token])[0], text)
+        name = self.token_names([token])[0] if REPLACEMENT in text else ""  # only then does the name matter
+        return text, token_bytes(name, text)
 
     def token_names(self, ids: list[int]) -> list[str]:
         """Return the tokens' names in the vocabulary; empty for padding ids."""
