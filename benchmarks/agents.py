@@ -34,6 +34,7 @@ from typing import Any
 from benchmarks import report, workload
 from benchmarks.systems.arms import EngineArm, arms_of
 from benchmarks.systems.checkpoint import dtype_of, folder_of
+from benchmarks.systems.common_prefix import common_prefix
 from benchmarks.systems.engine import Answer
 
 ARMS = ("nocache", "prefix", "ours", "vllm_nocache", "vllm_prefix", "vllm_ours")
@@ -75,19 +76,8 @@ class ReadHistory:
         self._sequences.append(prompt + answer[:-1])
 
     def ideal(self, prompt: list[int]) -> int:
-        longest = max((_common(one, prompt) for one in self._sequences), default=0)
+        longest = max((common_prefix(one, prompt) for one in self._sequences), default=0)
         return min(longest, len(prompt) - 1) // self._block * self._block
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # binary search for the end of the common prefix
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @dataclass(frozen=True)

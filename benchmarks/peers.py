@@ -93,7 +93,7 @@ class Bench:
                     self._dtype,
                     self._context,
                     self._room,
-                    max(8, self._batch),
+                    max(EngineSettings.sequences, self._batch),
                     eager=self._options.eager,
                 )
                 yield of_vllm(name, recipe, stack, self._room if name == "vllm_kvsidecar" else 0)

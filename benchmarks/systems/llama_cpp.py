@@ -16,6 +16,7 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.systems import wire
+from benchmarks.systems.common_prefix import common_prefix
 
 _BATCH, _UBATCH = 2048, 512
 
@@ -44,8 +45,10 @@ class LlamaCpp:
         self.cached = 0
 
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
-        here = _common(self._there, prompt)
-        shared, best = max(((_common(kept, prompt), file) for file, kept in self._filed.items()), default=(0, None))
+        here = common_prefix(self._there, prompt)
+        shared, best = max(
+            ((common_prefix(kept, prompt), file) for file, kept in self._filed.items()), default=(0, None)
+        )
         if best is not None and shared > here:
             self._load(best)
             here = shared
@@ -61,7 +64,7 @@ class LlamaCpp:
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
         memory = llama_cpp.llama_get_memory(self._context)
-        self.cached = min(*(_common(self._there, prompt) for prompt in prompts), len(prompts[0]) - 1)
+        self.cached = min(*(common_prefix(self._there, prompt) for prompt in prompts), len(prompts[0]) - 1)
         places = range(1, len(prompts) + 1)
         for place in places:
             llama_cpp.llama_memory_seq_cp(memory, 0, place, 0, self.cached)
@@ -132,14 +135,6 @@ class LlamaCpp:
     def _clear(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         self._there = []
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix of two prompts."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from benchmarks.systems import wire
+from benchmarks.systems.common_prefix import common_prefix
 
 
 class Transformers:
@@ -30,7 +31,7 @@ class Transformers:
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
-        self.cached = min(_common(self._there, prompt), len(prompt) - 1)
+        self.cached = min(common_prefix(self._there, prompt), len(prompt) - 1)
         if not self.cached:
             self._cache = transformers.DynamicCache()
         elif self.cached < len(self._there):
@@ -49,7 +50,7 @@ class Transformers:
     @torch.inference_mode()
     def batch(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
         """Answer prompts that continue the previous prompt's beginning, on copies of its cache."""
-        shared = min(_common(self._there, prompt) for prompt in prompts)
+        shared = min(common_prefix(self._there, prompt) for prompt in prompts)
         self.cached = min(shared, len(prompts[0]) - 1)
         cache = copy.deepcopy(self._cache)
         cache.crop(self.cached - len(self._there))
@@ -66,11 +67,6 @@ class Transformers:
             raise ValueError(f"{what!r} is not known; known is reset")
         self._cache, self._there = transformers.DynamicCache(), []
         return True
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix of two prompts."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def main() -> None:
