@@ -303,9 +303,9 @@ class Node:
             raise TimeoutError(f"{name} did not come up:\n{self.read_log()}")
         time.sleep(0.02)
 
-    def read_log(self) -> str:
-        """Return the last part of the common log of all processes."""
-        return self._whole_log()[-4000:]
+    def read_log(self, last: int = 4000) -> str:
+        """Return the last characters of the common log of all processes."""
+        return self._whole_log()[-last:]
 
     def wait_for_log(self, text: str, seconds: float = 60.0) -> list[str]:
         """Wait for log lines that contain a text, and return them. A gateway logs only after an answer's last byte."""

@@ -39,6 +39,7 @@ def check_contract(device: ContactDevice, rows: RowFile) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", "."]
         command += ["-W", "ignore", "-p", "no:cacheprovider", "-m", "gpu" if on_card else "not gpu"]
         done = subprocess.run([*command, f"--junit-xml={results}", *TESTS], capture_output=True, text=True)
+        print(done.stdout, done.stderr)
         if not results.exists():
             raise RuntimeError(f"pytest says: {(done.stdout + done.stderr)[-300:]}")
         for case in ET.parse(results).getroot().iter("testcase"):
@@ -75,6 +76,7 @@ def sanitize(device: ContactDevice, rows: RowFile) -> None:
                 continue
             found = RowFile(Path(folder) / "rows.jsonl").read()
             if done.returncode or not found or any(row.passed is False for row in found):
+                print(done.stdout[-20_000:], done.stderr[-20_000:])
                 said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
                 rows.failed(tool, f"code {done.returncode}: {' '.join(said[1:4] or [done.stderr[-200:]])[:300]}")
             else:

@@ -7,8 +7,11 @@ alone and beside other prompts: a hit may differ by twice as much as these runs 
 from __future__ import annotations
 
 import random
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from kvkernels.device.device_port import Step
@@ -52,17 +55,17 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
             try:
                 _check_arena(device, rows, model, f"{model.removeprefix(PREFIX)}, {arena}", flags)
             except Exception as error:
-                rows.failed(f"{model}, {arena}", f"{type(error).__name__}: {str(error)[-300:]}")
+                rows.raised(f"{model}, {arena}", error)
     try:
         _check_graphs(device, rows)
     except Exception as error:
-        rows.failed("graphs = eager", f"{type(error).__name__}: {str(error)[-300:]}")
+        rows.raised("graphs = eager", error)
 
 
 def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, flags: dict[str, str]) -> None:
     # resident_sequences 0: no blocks stay in the pool, so all reused tokens come from the daemon.
-    worker = {"device": device.name, "resident_sequences": 0, "cache_timeout_ms": 10_000}
-    with Node(model, worker_flags=worker, daemon_flags=flags, pool_bytes="1GiB") as node:
+    worker = {"device": device.name, "resident_sequences": 0, "cache_timeout_ms": 10_000, "log_level": "info"}
+    with Node(model, worker_flags=worker, daemon_flags=flags, pool_bytes="1GiB") as node, log_printed(node):
         first, second = prompt(1), prompt(2)
         cold = _cold_runs(node.client(), first)
         noise = max(difference(cold[0], other) for other in cold[1:])
@@ -81,6 +84,15 @@ def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, fl
         took = time.monotonic() - began
         _check_hit(node, rows, f"{name}: hit after the worker was killed", second, want, limit)
         rows.measured(f"{name}: restart of a worker", f"{took:.1f} s")
+
+
+@contextmanager
+def log_printed(node: Node) -> Iterator[None]:
+    """At the end of the ``with`` block, print the log of a node's processes."""
+    try:
+        yield
+    finally:
+        print(node.read_log(last=20_000), file=sys.stderr)
 
 
 def _scores(client: Client, ids: list[int], skip_cache: bool = False) -> tuple[Scores, int]:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import decode, report
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
-from benchmarks.first_contact.engine_answers import prompt
+from benchmarks.first_contact.engine_answers import log_printed, prompt
 from benchmarks.first_contact.kernel_times import KernelTimes, Sizes
 from benchmarks.first_contact.row import RowFile
 from benchmarks.node import Node
@@ -60,7 +60,7 @@ def measure_engine(device: ContactDevice, rows: RowFile) -> None:
         try:
             _measure(device, rows, model, rates, to_card)
         except Exception as error:
-            rows.failed(model, f"{type(error).__name__}: {str(error)[-300:]}")
+            rows.raised(model, error)
 
 
 def _rate_to_card(device: ContactDevice) -> float:
@@ -79,8 +79,11 @@ def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTime
         "dtype": str(device.dtype).removeprefix("torch."),
         "resident_sequences": 0,
         "cache_timeout_ms": 10_000,
+        "log_level": "info",
     }
-    with Node(model, worker_flags=flags, pool_bytes="1GiB") as node:
+    tokens = 4096 if on_gpu else 256
+    arena = max(512 << 20, 2 * _REPEATS * tokens * size.kv_bytes_per_token)
+    with Node(model, worker_flags=flags, arena_bytes=str(arena), pool_bytes="1GiB") as node, log_printed(node):
         node.client().generate(prompt(0, 32), max_tokens=4, deadline=100)  # warm-up
         for batch in (1, 8):
             prompts = [prompt(i, context) for i in range(batch)]
@@ -90,7 +93,6 @@ def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTime
             least = decode.bound_seconds(read, 2.0 * batch * size.weights, rates.bandwidth, rates.products)
             bound = batch / least
             rows.measured(f"{name}: decode of {batch}", f"{rate:.0f} tokens/s", f"bound {bound:.0f}", rate / bound)
-        tokens = 4096 if on_gpu else 256
         cold, hit = [], []
         for i in range(_REPEATS):
             ids = prompt(50 + i, tokens)

@@ -95,7 +95,7 @@ def _row(rows: RowFile, case: str, limit: float, check: Callable[..., float], *a
     try:
         error = check(*arguments)
     except Exception as refused:
-        rows.failed(case, f"{type(refused).__name__}: {str(refused)[:200]}")
+        rows.raised(case, refused)
     else:
         rows.within(case, error, limit)
 

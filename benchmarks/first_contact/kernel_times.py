@@ -68,7 +68,7 @@ class KernelTimes:
         try:
             ours_us = self._median(ours)
         except RuntimeError as error:
-            self._rows.failed(case, str(error)[:300])
+            self._rows.raised(case, error)
             return
         bound_us = max(moved / self.bandwidth, operations / self.products) * 1e6
         self._rows.measured(case, f"{ours_us:.1f} us", f"bound {bound_us:.1f} us", bound_us / ours_us)

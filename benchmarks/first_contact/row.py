@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,6 +52,12 @@ class RowFile:
 
     def failed(self, case: str, reason: str) -> None:
         self.add(Row(case, False, reason))
+
+    def raised(self, case: str, error: Exception) -> None:
+        """Append a failed row for an exception, and print its traceback, which the runner keeps in its log."""
+        print(f"---- {case} ----", file=sys.stderr)
+        traceback.print_exception(error)
+        self.failed(case, f"{type(error).__name__}: {str(error)[-300:]}")
 
     def read(self) -> list[Row]:
         """Return the rows. Ignores a last line that is cut off because the step was killed."""

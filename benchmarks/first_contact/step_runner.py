@@ -35,8 +35,13 @@ class StepRunner:
     """Runs steps in order. If a step fails, hangs or crashes, it gets a failed row, and the next step runs."""
 
     def __init__(self, arguments: Sequence[str], out: Path, seconds: float) -> None:
-        """Create the runner. Every step gets ``arguments``; ``seconds`` is the time limit of all steps together."""
+        """Create the runner. Every step gets ``arguments``; ``seconds`` is the time limit of all steps together.
+
+        The output of all steps, with the tracebacks of failed rows, goes to a file beside ``out``.
+        """
         self._arguments, self._out = arguments, out
+        self.log = out.with_suffix(".log")
+        self.log.unlink(missing_ok=True)
         self._deadline = time.monotonic() + seconds
         self.rows: list[dict[str, Any]] = []
         self._seconds: dict[str, float] = {}
@@ -66,7 +71,7 @@ class StepRunner:
                 report.console.print(f"[dim]{fake}[/dim]")
             report.console.print(report.table([{k: _cell(row[k]) for k in _COLUMNS} for row in mine]))
         took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._seconds.items())
-        report.console.print(f"{len(self.rows)} rows, {self.failures} failed; {took}; {self._out}")
+        report.console.print(f"{len(self.rows)} rows, {self.failures} failed; {took}; {self._out}, {self.log}")
 
     def _rows_of(self, step: Step, limit: float) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="kvsidecar-step-") as folder:
@@ -87,6 +92,7 @@ class StepRunner:
                     except subprocess.TimeoutExpired:
                         code = None
             found, said = rows.read(), _last_line(log)
+            self._keep(step, log)
             if code is None:
                 found.append(Row("", False, f"ended after {limit:.0f} s, its limit; last output: {said}"))
             elif code:
@@ -94,6 +100,11 @@ class StepRunner:
             elif not found:
                 found.append(Row("", False, "it gave no rows"))
             return found
+
+    def _keep(self, step: Step, log: Path) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as file:
+            file.write(f"==== {step.name} ====\n".encode() + log.read_bytes())
 
     def _add(self, step: Step, rows: list[Row]) -> None:
         verdicts = {None: "measured", True: "passed", False: "FAILED"}
