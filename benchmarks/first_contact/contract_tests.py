@@ -28,7 +28,7 @@ TESTS = (
 )
 # torch's own driver calls sometimes fail, and torch handles these errors, so memcheck must not report them.
 _CHECKER_TOOLS = {"memcheck": ["--report-api-errors=no"], "racecheck": []}
-_CHECKER_SECONDS = 40.0
+_CHECKER_SECONDS = 55.0
 
 
 def check_contract(device: ContactDevice, rows: RowFile) -> None:

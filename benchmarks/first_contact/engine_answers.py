@@ -7,11 +7,13 @@ alone and beside other prompts: a hit may differ by twice as much as these runs 
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from kvkernels.device.device_port import Step
@@ -46,16 +48,19 @@ def prompt(seed: int, tokens: int = _PROMPT_TOKENS) -> list[int]:
 
 
 def check_engine(device: ContactDevice, rows: RowFile) -> None:
-    """Check every model with the arena in host memory and in GPU memory, then check CUDA graphs."""
-    for model in device.models:
-        for arena, flags in (
-            ("host arena", {}),
-            ("GPU arena", {"gpu_arena": "256MiB", "gpu_memory": device.gpu_memory}),
-        ):
-            try:
-                _check_arena(device, rows, model, f"{model.removeprefix(PREFIX)}, {arena}", flags)
-            except Exception as error:
-                rows.raised(f"{model}, {arena}", error)
+    """Check every model with the arena in host memory and in GPU memory, at the same time; then check CUDA graphs."""
+    gpu_arena = {"gpu_arena": "256MiB", "gpu_memory": device.gpu_memory}
+    arenas = {"host arena": dict[str, str](), "GPU arena": gpu_arena}
+
+    def check(model: str, arena: str) -> None:
+        try:
+            _check_arena(device, rows, model, f"{model.removeprefix(PREFIX)}, {arena}", arenas[arena])
+        except Exception as error:
+            rows.raised(f"{model}, {arena}", error)
+
+    with ThreadPoolExecutor(len(arenas)) as threads:
+        for model in device.models:
+            list(threads.map(partial(check, model), arenas))
     try:
         _check_graphs(device, rows)
     except Exception as error:
@@ -88,15 +93,20 @@ def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, fl
 
 @contextmanager
 def log_printed(node: Node) -> Iterator[None]:
-    """At the end of the ``with`` block, print the log of a node's processes."""
+    """At the end of the ``with`` block, print the log of a node; after an error, with the stacks of its worker."""
     try:
         yield
+    except BaseException:
+        with suppress(Exception):  # it may be gone
+            node.kill("worker-0", signal.SIGABRT)
+            time.sleep(1.0)
+        raise
     finally:
-        print(node.read_log(last=20_000), file=sys.stderr)
+        print(node.read_log(last=40_000), file=sys.stderr)
 
 
 def _scores(client: Client, ids: list[int], skip_cache: bool = False) -> tuple[Scores, int]:
-    result = client.generate(ids, max_tokens=1, temperature=0, logprobs=20, skip_cache=skip_cache, deadline=100)
+    result = client.generate(ids, max_tokens=1, temperature=0, logprobs=20, skip_cache=skip_cache, deadline=60)
     return {t.token_id: t.logprob for t in result.logprobs[0].top}, result.cached_tokens
 
 

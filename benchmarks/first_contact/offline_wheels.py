@@ -7,6 +7,7 @@ with the GPU lacks. This machine must have torch and transformers with their dep
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 FOLDER = Path("build/gpu-wheels")
@@ -67,14 +69,37 @@ def _is_found(name: str) -> bool:
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack the wheels of missing modules; return the folder from which Python can import them."""
+    """Unpack the wheels of missing modules; return the folder from which Python can import them.
+
+    If a wheel needs a newer version of a distribution than the machine has, the wheel of that distribution is unpacked
+    too.
+    """
     target = folder / f"unpacked-{sys.version_info.major}.{sys.version_info.minor}"
-    wanted = {_normal(d) for module in missing(tuple(OFFLINE)) for d in OFFLINE[module]}
-    for wheel in sorted(folder.glob("*.whl")):
-        if _normal(wheel.name.split("-")[0]) in wanted and _fits(wheel):
+    wheels = {_normal(wheel.name.split("-")[0]): wheel for wheel in sorted(folder.glob("*.whl")) if _fits(wheel)}
+    wanted = [_normal(d) for module in missing(tuple(OFFLINE)) for d in OFFLINE[module]]
+    for name in wanted:  # grows
+        if (wheel := wheels.get(name)) is not None:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)
+                wanted += [needed for needed in _outdated(archive) if needed not in wanted]
     return target
+
+
+def _outdated(wheel: zipfile.ZipFile) -> list[str]:
+    """Return the distributions that a wheel needs in another version than the installed one."""
+    found = []
+    metadata = [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    for line in "\n".join(metadata).splitlines():
+        if line.startswith("Requires-Dist:"):
+            from packaging.requirements import Requirement  # transformers brings it
+
+            needed = Requirement(line.removeprefix("Requires-Dist:"))
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            with contextlib.suppress(PackageNotFoundError):  # its wheel is unpacked if the module is missing
+                if not needed.specifier.contains(version(needed.name), prereleases=True):
+                    found.append(_normal(needed.name))
+    return found
 
 
 def _fits(wheel: Path) -> bool:

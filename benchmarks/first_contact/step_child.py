@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
+import sys
 from pathlib import Path
 
 from benchmarks.first_contact.contact_device import fake_parts, make_device
@@ -30,6 +33,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
     parser.add_argument("--model", default="")
     options = parser.parse_args()
+    # A process that is aborted prints the stack of every thread. The runner ends a step that hangs by SIGTERM.
+    os.environ["PYTHONFAULTHANDLER"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended at its time limit"))
     module, function = _FUNCTIONS[options.step]
     device = make_device(options.device, options.model)
     run = getattr(importlib.import_module(f"benchmarks.first_contact.{module}"), function)

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from benchmarks import report
 from benchmarks.first_contact.row import Row, RowFile
 from benchmarks.provenance import Provenance
 
+_LAST_WORDS_SECONDS = 10.0
 _COLUMNS = ("case", "verdict", "value", "reference", "speedup")
 
 
@@ -42,22 +45,28 @@ class StepRunner:
         self._arguments, self._out = arguments, out
         self.log = out.with_suffix(".log")
         self.log.unlink(missing_ok=True)
-        self._deadline = time.monotonic() + seconds
+        self._deadline, self._lock = time.monotonic() + seconds, threading.Lock()
         self.rows: list[dict[str, Any]] = []
         self._seconds: dict[str, float] = {}
         self._machine = report.machine()
 
-    def run(self, step: Step) -> None:
-        """Run a step, then write the results of all steps so far."""
+    def run(self, *steps: Step) -> None:
+        """Run steps at the same time; after each of them, write the results of all steps so far."""
+        with ThreadPoolExecutor(len(steps)) as threads:
+            list(threads.map(self._run, steps))
+
+    def _run(self, step: Step) -> None:
         began = time.monotonic()
         limit = min(step.limit_seconds, self._deadline - began)
         if limit < 1:
-            self._add(step, [Row("", False, "not run: the steps before took all the time")])
+            rows = [Row("", False, "not run: the steps before took all the time")]
         else:
             report.console.print(f"[dim]{step.name} (at most {limit:.0f} s)[/dim]")
-            self._add(step, self._rows_of(step, limit))
-        self._seconds[step.name] = round(time.monotonic() - began, 1)
-        self._write()
+            rows = self._rows_of(step, limit)
+        with self._lock:
+            self._add(step, rows)
+            self._seconds[step.name] = round(time.monotonic() - began, 1)
+            self._write()
 
     @property
     def failures(self) -> int:
@@ -91,6 +100,9 @@ class StepRunner:
                         code: int | None = child.wait(limit)
                     except subprocess.TimeoutExpired:
                         code = None
+                        child.terminate()  # it prints where its processes are
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            child.wait(_LAST_WORDS_SECONDS)
             found, said = rows.read(), _last_line(log)
             self._keep(step, log)
             if code is None:
@@ -102,9 +114,10 @@ class StepRunner:
             return found
 
     def _keep(self, step: Step, log: Path) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as file:
-            file.write(f"==== {step.name} ====\n".encode() + log.read_bytes())
+        with self._lock:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as file:
+                file.write(f"==== {step.name} ====\n".encode() + log.read_bytes())
 
     def _add(self, step: Step, rows: list[Row]) -> None:
         verdicts = {None: "measured", True: "passed", False: "FAILED"}

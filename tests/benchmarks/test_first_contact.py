@@ -144,6 +144,23 @@ def test_offline_wheels_bring_what_is_missing(tmp_path: Path) -> None:
     assert done.stdout.split() == ["lmdb", "torch"], "a wheel of another Python, and one that nobody carries"
 
 
+def test_a_distribution_that_is_too_old_for_a_wheel_is_unpacked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpcio-health-checking refuses to be imported beside an older grpcio."""
+    needs = "Requires-Dist: grpcio>=99\nRequires-Dist: protobuf>=3\nRequires-Dist: numpy>=99; extra == 'other'\n"
+    for name, metadata in (("grpcio_health_checking", needs), ("grpcio", ""), ("protobuf", ""), ("numpy", "")):
+        with zipfile.ZipFile(tmp_path / f"{name}-99.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+            wheel.writestr(f"{name}-99.0.dist-info/METADATA", f"Name: {name}\n{metadata}")
+    monkeypatch.setattr(offline_wheels, "missing", lambda names: ["grpc_health"])
+    unpacked = offline_wheels.unpack(tmp_path)
+    assert sorted(path.name for path in unpacked.iterdir() if "-" not in path.name) == [
+        "grpcio",
+        "grpcio_health_checking",
+    ]
+
+
 def test_all_that_a_worker_needs_is_given_or_carried() -> None:
     there = {*offline_wheels.GIVEN, *offline_wheels.OFFLINE, "huggingface_hub"}  # transformers brings the last
     assert set(extras.PACKAGES["worker"]) <= there

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvkernels.device.device_port import Step
 
 
+class _GraphMemory:
+    """Handle of a memory pool for graphs, owned by the graphs that use it.
+
+    torch frees a pool with its last graph, and refuses the handle from then on.
+    """
+
+    def __init__(self, handle: tuple[int, int]) -> None:
+        self.handle = handle
+
+
 class CudaGraphRecorder:
     """Records CUDA graphs. All share one memory pool, so only one may be replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda: Any = torch.cuda
         self._device = device
-        self._memory: Any = None
+        self._memory: Callable[[], _GraphMemory | None] = lambda: None
 
     def record(self, step: Step) -> Step:
         cuda = self._cuda
@@ -32,41 +44,41 @@ class CudaGraphRecorder:
                 with CaptureCheck(cuda.get_device_capability(self._device)):
                     step()
                 stream.synchronize()
-                out = self._captured(graph, step)
+                memory = self._memory() or _GraphMemory(cuda.graph_pool_handle())
+                out = self._captured(graph, memory, step)
+                self._memory = weakref.ref(memory)
             before.wait_stream(stream)
 
-        def replay() -> Tensor:
+        def replay(_: _GraphMemory = memory) -> Tensor:
             graph.replay()
             return out
 
         return replay
 
-    def _captured(self, graph: Any, step: Step) -> Tensor:
+    def _captured(self, graph: Any, memory: _GraphMemory, step: Step) -> Tensor:
         """Capture a step on the current stream. Other threads copy meanwhile, so only this thread is checked."""
-        if self._memory is None:
-            self._memory = self._cuda.graph_pool_handle()
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
         try:
             out = step()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's error says why
                 graph.capture_end()
-            self._end_allocation()
+            self._end_allocation(memory)
             raise
         try:
             graph.capture_end()
         except RuntimeError:
-            self._end_allocation()
+            self._end_allocation(memory)
             raise
         return out
 
-    def _end_allocation(self) -> None:
+    def _end_allocation(self, memory: _GraphMemory) -> None:
         """Take the allocator out of the graphs' pool, where a failed capture leaves it."""
         end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with contextlib.suppress(RuntimeError):  # the capture had ended it
-                end(self._device.index or 0, self._memory)
-        self._memory = None
+                end(self._device.index or 0, memory.handle)
+        self._memory = lambda: None
 
 
 class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]

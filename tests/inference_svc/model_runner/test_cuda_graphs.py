@@ -6,7 +6,9 @@ The emulator runs our kernels; a recorder of the test replaces the device's.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -187,11 +189,36 @@ def test_an_engine_answers_the_same_by_recordings(
     assert recorder.recorded > 0
 
 
+class FakeGraph:
+    """The part of ``torch.cuda.CUDAGraph`` that a recorder uses."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+        """Count the graph as a user of the pool; torch refuses a pool whose last graph is gone."""
+        cuda = self._cuda
+        if cuda.pool_users.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        cuda.captures += 1
+        cuda.pool_users[pool] = cuda.pool_users.get(pool, 0) + 1
+        weakref.finalize(self, lambda: cuda.pool_users.update({pool: cuda.pool_users[pool] - 1}))
+
+    def capture_end(self) -> None:
+        if self._cuda.capture_fails:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        pass
+
+
 class FakeCuda:
     """The parts of ``torch.cuda`` that a recorder uses. A capture fails, either in the step or at its end."""
 
     def __init__(self, capture_fails: bool) -> None:
-        self.stream_now, self.captures, self._fails = "default", 0, capture_fails
+        self.stream_now, self.captures, self.capture_fails = "default", 0, capture_fails
+        self.pool_users: dict[tuple[int, int], int] = {}
+        self._pools = itertools.count(1)
 
     def Stream(self) -> Any:
         return SimpleNamespace(name="side", wait_stream=lambda other: None, synchronize=lambda: None)
@@ -199,15 +226,8 @@ class FakeCuda:
     def current_stream(self) -> Any:
         return SimpleNamespace(name=self.stream_now, wait_stream=lambda other: None)
 
-    def CUDAGraph(self) -> Any:
-        def begin(**_: object) -> None:
-            self.captures += 1
-
-        def end() -> None:
-            if self._fails:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-        return SimpleNamespace(capture_begin=begin, capture_end=end, replay=lambda: None)
+    def CUDAGraph(self) -> FakeGraph:
+        return FakeGraph(self)
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
@@ -218,7 +238,7 @@ class FakeCuda:
             self.stream_now = before
 
     def graph_pool_handle(self) -> tuple[int, int]:
-        return 0, 1
+        return 0, next(self._pools)
 
     def device(self, device: object) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
@@ -254,6 +274,20 @@ def test_a_failed_capture_leaves_the_thread_on_its_stream(where: str, monkeypatc
     assert cuda.stream_now == "default"
     assert cuda.captures == 1
     assert ended == [(0, (0, 1))], "blocks of several streams are used again"
+
+
+def test_graphs_share_a_pool_as_long_as_one_of_them_lives() -> None:
+    cuda = FakeCuda(capture_fails=False)
+    recorder, step = recorder_on(cuda), lambda: torch.zeros(1)
+    first, second = recorder.record(step), recorder.record(step)
+    assert cuda.pool_users == {(0, 1): 2}
+    del first
+    third = recorder.record(step)
+    assert cuda.pool_users == {(0, 1): 2}
+    del second, third
+    replay = recorder.record(step)
+    assert cuda.pool_users == {(0, 1): 0, (0, 2): 1}, "torch refuses a pool without graphs"
+    assert float(replay()) == 0.0
 
 
 def read_on_host() -> Tensor:
