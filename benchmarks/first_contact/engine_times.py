@@ -93,19 +93,23 @@ def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTime
             least = decode.bound_seconds(read, 2.0 * batch * size.weights, rates.bandwidth, rates.products)
             bound = batch / least
             rows.measured(f"{name}: decode of {batch}", f"{rate:.0f} tokens/s", f"bound {bound:.0f}", rate / bound)
-        cold, hit = [], []
+        cold, hit, parts = [], [], []
         for i in range(_REPEATS):
             ids = prompt(50 + i, tokens)
             cold.append(_ttft_ms(node, ids, skip_cache=True))
             node.client().warm(ids[:-3])
             node.settle()
             hit.append(_ttft_ms(node, ids, skip_cache=False))
+            parts.append(node.client().generate(ids, max_tokens=1, temperature=0).timings)
         computed = decode.bound_seconds(weight_bytes, 2.0 * tokens * size.weights, rates.bandwidth, rates.products)
         loaded = tokens * size.kv_bytes_per_token / to_card + weight_bytes / rates.bandwidth
         for case, found, bound_s in (("cold", cold, computed), ("hit", hit, loaded)):
             ms, bound = report.median(found), bound_s * 1e3
             case = f"{name}: first token of {tokens}, {case}"
             rows.measured(case, f"{ms:.1f} ms", f"bound {bound:.1f} ms", bound / ms)
+        names = ("queue", "lookup", "restore", "prefill", "ttft")
+        text = ", ".join(f"{part} {report.median([each[f'{part}_ms'] for each in parts]):.1f}" for part in names)
+        rows.measured(f"{name}: parts of a repeated hit", text, "ms in the worker")
         rows.measured(f"{name}: cold over hit", f"{report.median(cold) / report.median(hit):.1f}", "bits stored: 16")
 
 

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import torch
 from kvkernels import awq_layout, kv_pack_reference
-from kvkernels.cuda import awq_gemm, cuda_kv_pack
+from kvkernels.cuda import awq_gemm, cuda_kv_pack, layer_rows
 from kvkernels.cuda.cuda_attention import (
     HEAD_DIMS,
     AttentionRows,
@@ -73,6 +73,8 @@ def check_kernels(device: ContactDevice, rows: RowFile) -> None:
                 _row(rows, f"pack {bits} bits {_name(dtype)} {dim}", limit, _packed, device, dtype, dim, bits)
                 case = f"unpack {bits} bits {_name(dtype)} {dim}"
                 _row(rows, case, TOLERANCE[dtype], _unpacked, device, dtype, dim, bits)
+            for check in (_norms, _rotations, _gates):
+                _row(rows, f"layer's {check.__name__[1:]} {_name(dtype)}", TOLERANCE[dtype], check, device, dtype)
             for group in awq_gemm.GROUPS:
                 case = f"awq_gemm {_name(dtype)} group {group}"
                 _row(rows, case, TOLERANCE[dtype], _awq_products, device, dtype, group)
@@ -314,3 +316,64 @@ def _awq_products(device: ContactDevice, dtype: torch.dtype, group: int) -> floa
 def _awq_weights(device: ContactDevice, dtype: torch.dtype, group: int) -> float:
     layer = _awq(dtype, group)
     return relative(awq_gemm.dequantize(device.kernels, _repacked(device, layer)), awq_layout.reference_weight(*layer))
+
+
+def _random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _norms(device: ContactDevice, dtype: torch.dtype) -> float:
+    errors = []
+    for width in (64, 896, 4096):
+        hidden, delta, weight = (
+            _random(i, dtype, *shape) for i, shape in enumerate(((5, width), (5, width), (width,)))
+        )
+        kept, out = hidden.to(device.torch, copy=True), torch.empty_like(hidden, device=device.torch)
+        layer_rows.add_norm(device.kernels, kept, delta.to(device.torch), weight.float().to(device.torch), 1e-6, out)
+        total = (hidden + delta).double()
+        wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        errors += [relative(out, wanted), relative(kept, total)]
+    return largest(*errors)
+
+
+def _rotations(device: ContactDevice, dtype: torch.dtype) -> float:
+    """Return the largest error of rotated queries and stored keys and values, with norms of the heads and without."""
+    errors, heads, kv_heads, rows, slots = [], 7, 2, 6, _slots(6)
+    for dim in _PACKED_DIMS:
+        qkv = _random(dim, dtype, rows, heads + 2 * kv_heads, dim)
+        angles = _random(1, torch.float32, rows, dim // 2).repeat(1, 2)
+        cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+        norm = _random(2, dtype, dim)
+        for normed in (False, True):
+            exact = qkv.double()
+            if normed:
+                scale = (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+                exact = torch.cat(((exact * scale * norm.double())[:, :-kv_heads], exact[:, -kv_heads:]), 1)
+            turned = torch.cat((-exact[..., dim // 2 :], exact[..., : dim // 2]), -1)
+            rotated = exact * cosine.double()[:, None] + turned * sine.double()[:, None]
+            queries = torch.empty(rows, heads, dim, dtype=dtype, device=device.torch)
+            keys, values = (torch.empty(kv_heads, _POOL, dim, dtype=dtype, device=device.torch) for _ in range(2))
+            weight = norm.float().to(device.torch) if normed else None
+            layer_rows.rope(
+                device.kernels,
+                qkv.flatten(1).to(device.torch),
+                (cosine.to(device.torch), sine.to(device.torch)),
+                (weight, weight),
+                1e-6,
+                slots.to(device.torch),
+                queries,
+                keys,
+                values,
+            )
+            errors.append(relative(queries, rotated[:, :heads]))
+            errors.append(relative(keys.cpu()[:, slots].transpose(0, 1), rotated[:, heads:-kv_heads]))
+            errors.append(relative(values.cpu()[:, slots].transpose(0, 1), exact[:, -kv_heads:]))
+    return largest(*errors)
+
+
+def _gates(device: ContactDevice, dtype: torch.dtype) -> float:
+    gate_up = 4 * _random(0, dtype, 3, 2 * 4864)
+    out = torch.empty(3, 4864, dtype=dtype, device=device.torch)
+    layer_rows.silu_and_mul(device.kernels, gate_up.to(device.torch), out)
+    gate, up = gate_up.double().chunk(2, -1)
+    return relative(out, torch.nn.functional.silu(gate) * up)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from inference_svc.model_runner import cpu_attention
@@ -98,6 +99,8 @@ def _attend(
     rows, heads, dim = query.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
+    if query.is_cuda and segment.positions is None and window is None and softcap is None and not segment.left:
+        return _attend_causal(query, keys[:, : segment.keys], values[:, : segment.keys], scale)
     keys, values = keys[None], values[None]
     packed = group > 1 and rows <= PACK_ROWS
     if packed:
@@ -118,6 +121,13 @@ def _attend(
     if packed:
         return out[:, : rows * group].reshape(kv_heads, rows, group, dim).permute(1, 0, 2, 3).reshape(rows, heads, dim)
     return out[:, :rows].transpose(0, 1)
+
+
+def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Computes attention of the last rows of a sequence by PyTorch's kernels without a mask in memory."""
+    q, k, v, several = query.transpose(0, 1)[None], keys[None], values[None], len(query) > 1
+    mask: Any = causal_lower_right(len(query), keys.shape[1]) if several else None
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
 def _soft_capped(
@@ -158,10 +168,10 @@ def attend_rows(
         raise ProjectionDone
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attention_fn(batch)(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
+    return attention_of(batch)(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
 
 
-def _attention_fn(batch: ForwardBatch) -> Callable[..., Tensor]:
+def attention_of(batch: ForwardBatch) -> Callable[..., Tensor]:
     """Chooses our kernel for the pool's device, or torch's attention."""
     native = batch.pool.native
     if native is not None and native.serves(batch):

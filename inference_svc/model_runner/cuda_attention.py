@@ -47,15 +47,17 @@ class CudaAttention:
     def __call__(
         self, query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """Computes a layer's attention: ``query [rows, heads, dim]``, with padding, to output of the same shape."""
+        """Computes a layer's attention of ``query [rows, heads, dim]``, which may have padding rows. Same shape."""
         if batch.index is None:
             batch.index = build_index(batch)
         index = batch.index
         source = PagedKV(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
-        # Zeros: padding rows belong to no sequence, and their output must be finite.
-        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         real = query[: batch.real].contiguous()
         found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
+        if len(found) == len(query):
+            return found
+        # Zeros: padding rows belong to no sequence, and their output must be finite.
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         out[: batch.real] = found
         return out
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from kvkernels import ops
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 
@@ -39,7 +40,8 @@ class Decoder:
     recordable = True
     """True if a CUDA graph may contain a forward."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, fuse: bool = True) -> None:
+        """Creates the decoder of a model. Without ``fuse``, a resident model computes with its own layers."""
         register_attention()
         inner: Any = loaded.model.model
         for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
@@ -62,8 +64,14 @@ class Decoder:
             self._source = loaded.streamed.source
             if loaded.streamed.fused:
                 self._fused = fused_layers.FusedLayers(loaded.model, loaded.streamed.fused, self._source)
+        elif not fuse:
+            pass
         elif fused_layer_weights.can_fuse_model(loaded.model):
             self._fused = fused_layers.FusedLayers(loaded.model)
+        elif (kernels := ops.find_kernels(loaded.device, loaded.dtype)) is not None and (
+            fused_layer_weights.can_fuse_model_on_device(loaded.model)
+        ):
+            self._fused = fused_layers.FusedLayers(loaded.model, kernels=kernels)
         if loaded.device.type == "cpu" and loaded.streamed is None:
             pack_linears(loaded.model)
             self._embed = inner.embed_tokens

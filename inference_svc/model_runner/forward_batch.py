@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Rows per segment. Longer segments need fewer calls; shorter ones read fewer keys that the mask hides.
 SEGMENT_ROWS = 128
+# A device's kernels skip the keys that a causal mask hides. For windows and soft caps, masks have this height.
+DEVICE_SEGMENT_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class SequenceSlice:
 
 @dataclass(eq=False)
 class Segment:
-    """Rows of one slice, at most SEGMENT_ROWS, and their keys.
+    """Rows of one slice and their keys; at most SEGMENT_ROWS, or DEVICE_SEGMENT_ROWS on a device.
 
     The rows see ``keys`` keys. Attention computes with ``padded`` keys, of which a mask hides the additional ones.
     """
@@ -318,10 +320,14 @@ def _padded(keys: int) -> int:
 
 
 def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
-    """Splits a slice into segments of SEGMENT_ROWS rows; each sees the keys up to its last position."""
+    """Splits a slice into segments of at most SEGMENT_ROWS rows, or DEVICE_SEGMENT_ROWS on a device.
+
+    Each sees the keys up to its last position.
+    """
     out, first_slot = [], span.table.first_slot
-    for at in range(0, len(span.tokens), SEGMENT_ROWS):
-        count = min(SEGMENT_ROWS, len(span.tokens) - at)
+    most = SEGMENT_ROWS if device.type == "cpu" else DEVICE_SEGMENT_ROWS
+    for at in range(0, len(span.tokens), most):
+        count = min(most, len(span.tokens) - at)
         part = None if span.positions is None else span.positions[at : at + count]
         keys = span.start + at + count if part is None else int(part[-1]) + 1
         padded = _padded(keys)

@@ -1,26 +1,30 @@
-"""Fused decoder layers for the CPU.
+"""Fused decoder layers.
 
 They compute the same mathematics as the model's own layers, in a quarter of the calls. For one row, the memory traffic
-of a layer of a 0.5B model takes 0.9 ms; the eager layer adds 0.4 ms of Python and small kernels. A fused layer consists
-of four packed matrix products, three compiled row kernels and one attention call. It supports models with Llama's layer
-structure (Llama, Mistral, Qwen2, Qwen3); other models run their own layers.
-``tests/inference_svc/models/test_architectures.py`` compares fused layers with the models' own layers.
+of a layer of a 0.5B model takes 0.9 ms on a CPU; the eager layer adds 0.4 ms of Python and small kernels. On an H200,
+the eager layers' launches take most of the time (ADR 102). A fused layer consists of four matrix products, four row
+kernels and one attention call. It supports models with Llama's layer structure (Llama, Mistral, Qwen2, Qwen3); other
+models run their own layers. ``tests/inference_svc/models/test_architectures.py`` compares fused layers with the models'
+own layers, ``tests/inference_svc/model_runner/test_device_layer_pass.py`` those of a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from kvkernels.cpu import norm_rope_silu as cpu_rows
 from kvkernels.cpu.cpu_library import KernelCall
+from kvkernels.cuda import layer_rows
+from kvkernels.cuda.cuda_library import Kernels
 from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention, cpu_graph
 from inference_svc.model_runner.cpu_graph import CpuGraph
+from inference_svc.model_runner.device_layer_pass import DeviceLayerPass
 from inference_svc.model_runner.forward_batch import ForwardBatch, keep_logit_rows
 from inference_svc.model_runner.rope_table import RopeTable
 from inference_svc.models.fused_layer_weights import (
@@ -39,44 +43,106 @@ from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSou
 _FEW = 4
 
 
-class _LayerPass:
-    """Buffers of a forward through some layers. Calls ``see`` with the output of each kernel."""
+class LayerPass(Protocol):
+    """A forward through some layers, with its buffers. ``hidden [rows, width]`` changes in place."""
+
+    batch: ForwardBatch
+
+    def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
+        """Computes a product of layer ``i`` over ``x [rows, in]``. Adds the adapters' products of their rows."""
+        ...
+
+    def norm(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """Adds ``delta`` to ``hidden``; returns the norm of the sum, valid until the next norm."""
+        ...
+
+    def rotate(self, i: int, layer: FusedLayerWeights, qkv: Tensor) -> None:
+        """Rotates queries and keys. Writes keys and values of layer ``i`` to the pool, and keeps the queries."""
+        ...
+
+    def attend(self, i: int, layer: FusedLayerWeights) -> Tensor:
+        """Computes the attention of the queries in layer ``i``: ``[rows, heads * dim]``."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Computes ``silu(gate) * up``, ``[rows, inner]``."""
+        ...
+
+    def finish(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """Adds ``delta`` to ``hidden``; returns the final norm of the rows that need logits."""
+        ...
+
+
+class CpuLayerPass:
+    """Pass on a CPU. Calls ``see`` with the output of each kernel."""
 
     def __init__(
         self, layers: FusedLayers, hidden: Tensor, batch: ForwardBatch, see: Callable[[Tensor], None] | None = None
     ) -> None:
-        rows, self.see = hidden.shape[0], see
-        self.batch, self.real, self.hidden = batch, batch.real, hidden
-        self.angles = layers.rope_table.at(batch.positions, hidden)
-        self.normed = torch.zeros_like(hidden)
-        self.queries = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
-        self.attended = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
-        self.attention = cpu_attention.prepare_attention(batch, layers.widths.heads)
-        self.attention.bind(self.queries, self.attended)
-        self.flat = self.attended.view(rows, -1)
-        self.gated = hidden.new_zeros(rows, layers.widths.inner)
+        rows, self.see, self._widths = hidden.shape[0], see, layers.widths
+        self.batch, self._real, self.hidden = batch, batch.real, hidden
+        self._angles = layers.rope_table.at(batch.positions, hidden)
+        self._normed = torch.zeros_like(hidden)
+        self._queries = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
+        self._attended = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
+        self._attention = cpu_attention.prepare_attention(batch, layers.widths.heads)
+        self._attention.bind(self._queries, self._attended)
+        self._flat = self._attended.view(rows, -1)
+        self._gated = hidden.new_zeros(rows, layers.widths.inner)
 
     def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
-        """Computes a product of layer ``i`` over ``x [rows, in]``. Adds the adapters' products of their rows."""
         out = of(x)
         for part in self.batch.adapted:
             part.add((i, name), x, out)
-        if self.see is not None:
-            self.see(out)
+        self._show(out)
         return out
 
-    def run(self, call: KernelCall, *outputs: Tensor) -> None:
-        """Runs a kernel, which writes to ``outputs``, over all rows."""
-        cpu_rows.run(call, self.real)
-        if self.see is not None:
-            for output in outputs:
-                self.see(output)
+    def norm(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        self._run(cpu_rows.rms_norm(self._real, self.hidden, delta, weight, epsilon, self._normed))
+        if delta is not None:
+            self._show(self.hidden)
+        self._show(self._normed)
+        return self._normed
 
-    def attend(self, i: int, layer: FusedLayerWeights) -> None:
-        """Computes the attention of layer ``i``, from ``queries`` to ``attended``."""
-        cpu_attention.attend_in_place(self.attention, self.batch, i, layer.scale, layer.window)
+    def rotate(self, i: int, layer: FusedLayerWeights, qkv: Tensor) -> None:
+        batch = self.batch
+        self._run(
+            cpu_rows.rope(
+                self._real,
+                qkv,
+                self._widths.kv_heads,
+                self._angles,
+                layer.head_norms,
+                layer.epsilon,
+                batch.slots,
+                batch.pool.layers[i],
+                self._queries,
+                None if batch.copies is None else batch.copies.lines,
+            )
+        )
+        self._show(self._queries)
+
+    def attend(self, i: int, layer: FusedLayerWeights) -> Tensor:
+        cpu_attention.attend_in_place(self._attention, self.batch, i, layer.scale, layer.window)
+        self._show(self._attended)
+        return self._flat
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        self._run(cpu_rows.silu_and_mul(self._real, gate_up, self._gated))
+        self._show(self._gated)
+        return self._gated
+
+    def finish(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        normed = torch.zeros_like(self.hidden)
+        self._run(cpu_rows.rms_norm(self._real, self.hidden, delta, weight, epsilon, normed))
+        return normed.index_select(0, self.batch.logit_rows)
+
+    def _run(self, call: KernelCall) -> None:
+        cpu_rows.run(call, self._real)
+
+    def _show(self, output: Tensor) -> None:
         if self.see is not None:
-            self.see(self.attended)
+            self.see(output)
 
 
 class FusedLayers:
@@ -86,13 +152,19 @@ class FusedLayers:
     """
 
     def __init__(
-        self, model: Any, given: Sequence[FusedLayerWeights] | None = None, source: LayerSource = RESIDENT
+        self,
+        model: Any,
+        given: Sequence[FusedLayerWeights] | None = None,
+        source: LayerSource = RESIDENT,
+        kernels: Kernels | None = None,
     ) -> None:
+        """Build the layers for a CPU or, with ``kernels``, for a device."""
         config = model.config
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         self.widths = LayerWidths(heads, kv_heads, head_dim(config), int(config.intermediate_size))
         positions = int(getattr(config, "max_position_embeddings", 2048))
+        self._kernels, self._rotary = kernels, model.model.rotary_emb
         self.rope_table = RopeTable(model.model.rotary_emb, positions, self.widths.dim)
         self._layers = given or [make_layer(layer, *take_weights(layer)) for layer in model.model.layers]
         self._source = source
@@ -106,14 +178,14 @@ class FusedLayers:
 
         Returns the last layer's output, which the caller must still add to ``hidden`` with ``settle``.
         """
-        return self._run(_LayerPass(self, hidden, batch), first, end)
+        return self._run(self._pass(hidden, batch), first, end)
 
     def complete(self, hidden: Tensor, batch: ForwardBatch, first: int) -> Tensor | None:
         """Computes the layers from ``first`` on and the final norm. Returns the rows that need logits.
 
         Returns None if no row needs logits. In the last layer, rows that need no logits compute only keys and values.
         """
-        if (
+        if self._kernels is None and (
             first == 0
             and (batch.wanted or batch.observer is not None)
             and cpu_graph.can_capture(batch, self.widths.heads)
@@ -121,51 +193,48 @@ class FusedLayers:
         ):
             states = chain.run(hidden, batch, self.rope_table.at(batch.positions, hidden))
             return states.index_select(0, batch.logit_rows) if batch.wanted else None
-        last = len(self._layers) - 1
-        if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
-            work = _LayerPass(self, hidden, batch)
+        last, work = len(self._layers) - 1, self._pass(hidden, batch)
+        # On a device, the choice of the last layer's rows would wait for the device.
+        few = self._kernels is None and batch.wanted <= batch.real // _FEW and batch.observer is None
+        if few and first <= last:
             delta = self._run(work, first, last)
             with self._source.acquire_layer(last):  # one lease for both uses of the layer
                 self._project(work, last, delta)
                 if not batch.wanted:
                     return None
-                hidden, batch = hidden.index_select(0, batch.logit_rows), keep_logit_rows(batch)
-                delta = self._run(_LayerPass(self, hidden, batch), last, last + 1)
+                work = self._pass(hidden.index_select(0, batch.logit_rows), keep_logit_rows(batch))
+                delta = self._run(work, last, last + 1)
         else:
-            delta = self._run(_LayerPass(self, hidden, batch), first, last + 1)
-        if not batch.wanted:
-            return None
-        normed = torch.zeros_like(hidden)
-        cpu_rows.run(self.last_norm(batch.real, hidden, delta, normed), batch.real)
-        return normed.index_select(0, batch.logit_rows)
+            delta = self._run(work, first, last + 1)
+        return work.finish(delta, self._final_norm, self._final_epsilon) if batch.wanted else None
 
-    def _run(self, work: _LayerPass, first: int, end: int) -> Tensor | None:
+    def _pass(self, hidden: Tensor, batch: ForwardBatch, see: Callable[[Tensor], None] | None = None) -> LayerPass:
+        if self._kernels is None:
+            return CpuLayerPass(self, hidden, batch, see)
+        return DeviceLayerPass(self._kernels, self._rotary, self.widths, hidden, batch, see)
+
+    def _run(self, work: LayerPass, first: int, end: int) -> Tensor | None:
         delta: Tensor | None = None
         for i in range(first, end):
             layer = self._layers[i]
             with self._source.acquire_layer(i):
                 self._project(work, i, delta)
-                work.attend(i, layer)
-                delta = work.product(i, "o", layer.o, work.flat)
-                rows, norm = work.real, layer.post_norm
-                normed = cpu_rows.rms_norm(rows, work.hidden, delta, norm, layer.epsilon, work.normed)
-                work.run(normed, work.hidden, work.normed)
-                gate_up = work.product(i, "gate_up", layer.gate_up, work.normed)
-                work.run(cpu_rows.silu_and_mul(rows, gate_up, work.gated), work.gated)
-                delta = work.product(i, "down", layer.down, work.gated)
+                delta = work.product(i, "o", layer.o, work.attend(i, layer))
+                gate_up = work.product(i, "gate_up", layer.gate_up, work.norm(delta, layer.post_norm, layer.epsilon))
+                delta = work.product(i, "down", layer.down, work.gate(gate_up))
         return delta
 
     def project(self, hidden: Tensor, batch: ForwardBatch, i: int) -> None:
         """Computes only the keys and values of layer ``i``, and writes them to the pool."""
         with self._source.acquire_layer(i):
-            self._project(_LayerPass(self, hidden, batch), i, None)
+            self._project(self._pass(hidden, batch), i, None)
 
     def trace(self, hidden: Tensor, batch: ForwardBatch, i: int, see: Callable[[Tensor], None]) -> None:
         """Computes layer ``i`` over ``hidden``, in place. Calls ``see`` with the output of each kernel.
 
         ``see`` does not get the keys and values, which are written to the pool.
         """
-        self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
+        self._run(self._pass(hidden, batch, see), i, i + 1)
 
     def form_of(self, i: int) -> tuple[object, ...]:
         """Returns a key of the computation of layer ``i``: layers that differ only in their weights have equal keys."""
@@ -180,41 +249,33 @@ class FusedLayers:
     def normalize(self, hidden: Tensor) -> Tensor:
         """Computes the final norm of ``hidden [rows, hidden]``; does not change ``hidden``."""
         out = torch.empty_like(hidden)
-        cpu_rows.run(self.last_norm(len(hidden), hidden, None, out), len(hidden))
+        self._add_norm(len(hidden), hidden, None, out)
         return out
 
     def settle(self, hidden: Tensor, batch: ForwardBatch, delta: Tensor | None) -> None:
         """Adds the output of ``run`` to ``hidden``, as the next layer would."""
         if delta is not None:
-            last = self.last_norm(batch.real, hidden, delta, torch.empty_like(hidden))
-            cpu_rows.run(last, batch.real)
+            self._add_norm(batch.real, hidden, delta, torch.empty_like(hidden))
+
+    def _add_norm(self, rows: int, hidden: Tensor, delta: Tensor | None, out: Tensor) -> None:
+        if self._kernels is None:
+            cpu_rows.run(self.last_norm(rows, hidden, delta, out), rows)
+        else:
+            layer_rows.add_norm(self._kernels, hidden[:rows], delta, self._final_norm, self._final_epsilon, out[:rows])
 
     def last_norm(self, rows: int, hidden: Tensor, delta: Tensor | None, out: Tensor) -> KernelCall:
-        """Makes the kernel call of the final norm: adds ``delta`` to ``hidden``, then normalizes into ``out``."""
+        """Makes the CPU's kernel call of the final norm: adds ``delta`` to ``hidden``, then normalizes into ``out``."""
         return cpu_rows.rms_norm(rows, hidden, delta, self._final_norm, self._final_epsilon, out)
 
-    def _project(self, work: _LayerPass, i: int, delta: Tensor | None) -> None:
+    def _project(self, work: LayerPass, i: int, delta: Tensor | None) -> None:
         """Computes the rotated queries, keys and values of layer ``i``; writes keys and values to the pool.
 
         It first waits until the layer is loaded, because the rows of a selective recompute replace loaded values.
         """
         work.batch.pass_layer(i)
-        layer, rows = self._layers[i], work.real
-        norm = cpu_rows.rms_norm(rows, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
-        work.run(norm, work.normed)
-        rotate = cpu_rows.rope(
-            rows,
-            work.product(i, "qkv", layer.qkv, work.normed),
-            self.widths.kv_heads,
-            work.angles,
-            layer.head_norms,
-            layer.epsilon,
-            work.batch.slots,
-            work.batch.pool.layers[i],
-            work.queries,
-            None if work.batch.copies is None else work.batch.copies.lines,
-        )
-        work.run(rotate, work.queries)
+        layer = self._layers[i]
+        normed = work.norm(delta, layer.input_norm, layer.epsilon)
+        work.rotate(i, layer, work.product(i, "qkv", layer.qkv, normed))
 
     def _chain(self, hidden: Tensor, batch: ForwardBatch) -> CpuGraph | None:
         """Returns the CPU graph for a batch, captured at first use; None if a product cannot be captured."""

@@ -1,4 +1,4 @@
-"""Weights of fused decoder layers: Llama-like layers in the form of the CPU kernels.
+"""Weights of fused decoder layers: Llama-like layers in the form of the kernels.
 
 Query, key and value projections are joined to one product, and gate and up projections to another.
 ``model_runner.fused_layers`` computes with these weights; layer streaming stores and loads them.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from kvkernels.cpu import cpu_attention as kernel
+from kvkernels.cuda import layer_rows
 from torch import Tensor, nn
 
 from inference_svc.models.attention_windows import window_of
@@ -68,6 +69,17 @@ def can_fuse_model(model: Any) -> bool:
     return all(can_fuse(layer, model.config) for layer in model.model.layers)
 
 
+def can_fuse_model_on_device(model: Any) -> bool:
+    """True if all layers of a model on a device can be fused: a known structure, and plain linear layers."""
+    config = model.config
+    return layer_rows.supports(config.hidden_size, config.intermediate_size, head_dim(config)) and all(
+        _has_known_structure(layer, config)
+        and layer.input_layernorm.weight.dtype in (torch.float16, torch.bfloat16)
+        and all(type(layer.get_submodule(path)) is nn.Linear for paths in FUSED_LINEARS.values() for path in paths)
+        for layer in model.model.layers
+    )
+
+
 def can_fuse(layer: Any, config: Any) -> bool:
     """True if one layer can be fused."""
     return has_fusable_structure(layer, config) and layer.input_layernorm.weight.device.type == "cpu"
@@ -75,16 +87,22 @@ def can_fuse(layer: Any, config: Any) -> bool:
 
 def has_fusable_structure(layer: Any, config: Any) -> bool:
     """True if one layer can be fused once it is on a CPU."""
-    if type(layer).__name__ not in _LAYERS:
+    if not _has_known_structure(layer, config):
         return False
-    weight = layer.input_layernorm.weight
+    dtype = layer.input_layernorm.weight.dtype
+    return (
+        dtype in (torch.float32, torch.bfloat16)
+        and kernel.serves(dtype, head_dim(config))
+        and all(can_join(parts) for parts in _together(layer))
+    )
+
+
+def _has_known_structure(layer: Any, config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     return (
-        weight.dtype in (torch.float32, torch.bfloat16)
+        type(layer).__name__ in _LAYERS
         and config.hidden_act == "silu"
-        and kernel.serves(weight.dtype, head_dim(config))
         and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
-        and all(can_join(parts) for parts in _together(layer))
     )
 
 

@@ -63,6 +63,7 @@ from inference_svc.tensor_parallel.rank_start import join_ranks, open_ranks
 log = structlog.get_logger("worker")
 
 _ATTACH_SECONDS = 1.0
+_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = 512, 2048
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def _assemble(
         if shipped is not None:
             cache.use_verdict(shipped)
     limits = EngineLimits(
-        config.batch_tokens,
+        _batch_tokens(config, loaded),
         config.batch_sequences,
         config.max_waiting,
         config.resident_sequences,
@@ -239,8 +240,20 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
     own = pool if copy else new_pool(draft, pool.pages * PAGE_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
     return DraftModelProposer(
-        Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
+        Decoder(draft),
+        own,
+        vocabulary,
+        longest,
+        _batch_tokens(config, loaded),
+        known=int(draft.config.vocab_size),
+        copy=copy,
     )
+
+
+def _batch_tokens(config: WorkerConfig, loaded: LoadedModel) -> int:
+    if config.batch_tokens is not None:
+        return config.batch_tokens
+    return _CPU_BATCH_TOKENS if loaded.device.type == "cpu" else _GPU_BATCH_TOKENS
 
 
 def _log_numerics(numerics: NumericsIdentity) -> None:

@@ -214,8 +214,9 @@ class WorkerConfig(ModelSettings):
     guided_4 and guided_8 compute more layers before the selection."""
     repair_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
     """Share of approximate tokens to recompute; by default the verified share, or 0.15 without a verification."""
-    batch_tokens: int = Field(default=512, ge=16, le=65536)
-    """Maximum tokens of one step; longer prompts are prefilled in pieces (chunked prefill)."""
+    batch_tokens: int | None = Field(default=None, ge=16, le=65536)
+    """Maximum tokens of one step, by default 512 on a CPU and 2048 on a GPU; longer prompts are prefilled in pieces
+    (chunked prefill)."""
     prefill_step_ms: int = Field(default=250, ge=0, le=600_000)
     """Maximum milliseconds of a step that prefills prompts while other requests decode, and so the longest gap in the
     streams of these requests. Prompts are prefilled in pieces of as many tokens as fit, at least 32. Their time to the

@@ -33,6 +33,7 @@ template <> struct Number<bf16> {
 template <class T> struct Columns {
   uint32_t scale[8], zero[8];
   KVK_DEVICE void load(const AwqParams& p, int group, int first_column) {
+    KVK_UNROLL
     for (int n = 0; n < 8; n++) {
       const int64_t at = (int64_t)group * p.out + first_column + 8 * n + lane_index() / 4;
       const float s = to_float(((const T*)p.scales)[at]), z = to_float(((const T*)p.zeros)[at]) + Number<T>::OFFSET;
@@ -48,31 +49,45 @@ template <class T> struct Columns {
   }
 };
 
-// A block computes 64 columns over a share of the input channels; its four warps alternate over the 16-row tiles.
+constexpr int AHEAD = 4;  // tiles whose codes a warp loads before it multiplies the first of them
+
+// A block computes 64 columns over a share of the input channels, and each of its four warps over a quarter of the share.
 template <class T> KVK_DEVICE void awq_gemm(const AwqParams& p) {
   if constexpr (!tensor_cores_take<T>()) return;
   KVK_SHARED(shared);
   float* const sums = (float*)shared;  // [warps][16 rows][64 columns]
   const int g = lane_index() / 4, t = lane_index() % 4, warp = warp_index(), first_column = 64 * blockIdx.x;
-  const int tiles = p.in / 16, share = (tiles + p.splits - 1) / p.splits;
-  const int to = min(tiles, ((int)blockIdx.y + 1) * share);
+  const int tiles = p.in / 16, share = (tiles + p.splits - 1) / p.splits, quarter = (share + 3) / 4;
+  const int share_to = min(tiles, ((int)blockIdx.y + 1) * share);
+  const int from = blockIdx.y * share + warp * quarter, to = min(share_to, from + quarter);
   int loaded_group = -1;
   Columns<T> columns;
   float c[4][2][4] = {};
-  for (int tile = blockIdx.y * share + warp; tile < to; tile += 4) {
-    const uint32_t* packed = p.weights + (((int64_t)tile * (p.out / 64) + blockIdx.x) * 32 + lane_index()) * 4;
-    uint32_t codes[4], a[4];
-    for (int w = 0; w < 4; w++) codes[w] = packed[w];
-    for (int i = 0; i < 4; i++) {
-      const int row = g + 8 * (i % 2), channel = 16 * tile + 2 * t + 8 * (i / 2);
-      a[i] = row < p.rows ? *(const uint32_t*)((const T*)p.input + (int64_t)row * p.in + channel) : 0;
+  for (int first = from; first < to; first += AHEAD) {
+    uint4 codes[AHEAD];
+    uint32_t a[AHEAD][4];
+    KVK_UNROLL
+    for (int k = 0; k < AHEAD; k++) {
+      const int tile = min(first + k, to - 1);
+      codes[k] = *(const uint4*)(p.weights + (((int64_t)tile * (p.out / 64) + blockIdx.x) * 32 + lane_index()) * 4);
+      KVK_UNROLL
+      for (int i = 0; i < 4; i++) {
+        const int row = g + 8 * (i % 2), channel = 16 * tile + 2 * t + 8 * (i / 2);
+        a[k][i] = row < p.rows ? *(const uint32_t*)((const T*)p.input + (int64_t)row * p.in + channel) : 0;
+      }
     }
-    const int group = 16 * tile / p.group;
-    if (group != loaded_group) columns.load(p, group, first_column), loaded_group = group;
-    for (int w = 0; w < 4; w++) {
-      uint32_t b[4];
-      columns.weights(b, codes[w], w);
-      mma<T>(c[w], a, b);
+    KVK_UNROLL
+    for (int k = 0; k < AHEAD; k++) {
+      if (first + k >= to) break;
+      const int group = 16 * (first + k) / p.group;
+      if (group != loaded_group) columns.load(p, group, first_column), loaded_group = group;
+      const uint32_t words[4] = {codes[k].x, codes[k].y, codes[k].z, codes[k].w};
+      KVK_UNROLL
+      for (int w = 0; w < 4; w++) {
+        uint32_t b[4];
+        columns.weights(b, words[w], w);
+        mma<T>(c[w], a[k], b);
+      }
     }
   }
   for (int w = 0; w < 4; w++)

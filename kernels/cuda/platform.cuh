@@ -25,6 +25,9 @@ using bf16 = __nv_bfloat16;
 #define KVK_DEVICE __device__ __forceinline__
 // Registers have no addresses, so loops over arrays in registers must be unrolled completely.
 #define KVK_UNROLL _Pragma("unroll")
+// Lets that many loads of a loop run at the same time.
+#define KVK_PRAGMA(text) _Pragma(#text)
+#define KVK_UNROLL_BY(count) KVK_PRAGMA(unroll count)
 // Dynamic shared memory, 16-byte aligned.
 #define KVK_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 

@@ -57,6 +57,7 @@ struct Registered {
 
 #define KVK_DEVICE inline
 #define KVK_UNROLL
+#define KVK_UNROLL_BY(count)
 #define __global__
 #define __restrict__
 #define threadIdx (emulator::thread_index())

@@ -271,3 +271,4 @@ const char* kvk_error_string(int code) { return code == -1 ? "the emulator has n
 #include "../cuda/attention.cu"
 #include "../cuda/awq_gemm.cu"
 #include "../cuda/kv_pack.cu"
+#include "../cuda/layer_rows.cu"

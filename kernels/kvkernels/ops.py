@@ -20,8 +20,13 @@ def has_cuda_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and supports(device, dtype) and kernels_for(device).kernels is not None
 
 
+def find_kernels(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """Return our CUDA kernels for a device and a dtype, or None."""
+    return kernels_for(device).kernels if has_cuda_kernels(device, dtype) else None
+
+
 def _kernels(x: Tensor) -> Kernels | None:
-    return kernels_for(x.device).kernels if has_cuda_kernels(x.device, x.dtype) else None
+    return find_kernels(x.device, x.dtype)
 
 
 def _attention_kernels(query: Tensor) -> Kernels | None:

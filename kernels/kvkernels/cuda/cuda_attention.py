@@ -17,6 +17,8 @@ from kvkernels.device.visible_devices import device_of, is_device
 
 HEAD_DIMS = (64, 96, 128, 256)
 THREADS, ROWS = 128, 64
+# Up to this many rows per KV head, a block has all of them, and its warps share the keys. About three blocks fit an SM.
+FEW_ROWS, _FEW_BLOCKS = 16, 3
 
 
 class _AttentionParams(ctypes.Structure):
@@ -112,9 +114,9 @@ def chunk_table(
     return torch.from_numpy(table.view(np.uint8)).to(device)
 
 
-def splits_for(tiles: int, max_kv_len: int, processors: int) -> int:
-    """Return the number of KV splits that gives each SM about two blocks, of at least 256 keys each."""
-    wanted = -(-2 * processors // max(1, tiles))
+def splits_for(tiles: int, max_kv_len: int, processors: int, blocks: int = 2) -> int:
+    """Return the number of KV splits that gives each SM about this many blocks, of at least 256 keys each."""
+    wanted = -(-blocks * processors // max(1, tiles))
     return max(1, min(wanted, max_kv_len // 256, 64))
 
 
@@ -160,9 +162,14 @@ class CascadeAttention:
         mine = rows or self._rows
         kv_heads = source.kv_heads if isinstance(source, ChunkedKV) else source.keys.shape[0]
         if splits is None:
-            tiles = -(-mine.max_q_len * self._query.shape[1] // kv_heads // ROWS) * kv_heads * mine.sequences
-            splits = splits_for(tiles, mine.max_kv_len, _processors(self._query))
+            packed, few = mine.max_q_len * self._query.shape[1] // kv_heads, self._is_few(source, mine)
+            tiles = -(-packed // ROWS) * kv_heads * mine.sequences
+            splits = splits_for(tiles, mine.max_kv_len, _processors(self._query), _FEW_BLOCKS if few else 2)
         self._added.append((source, splits, mine))
+
+    def _is_few(self, source: PagedKV | ChunkedKV, rows: AttentionRows) -> bool:
+        """Return True if the kernel for few rows per KV head serves a source."""
+        return isinstance(source, PagedKV) and rows.max_q_len * self._query.shape[1] // source.keys.shape[0] <= FEW_ROWS
 
     def combined(self) -> tuple[Tensor, Tensor]:
         """Launch the kernels and return output and log-sum-exp over all sources."""
@@ -218,7 +225,8 @@ class CascadeAttention:
             kernel, kv_heads = f"attention_chunks{source.bits}_{name}_{dim}", source.kv_heads
             params.chunks, params.chunk_start = pointer(source.table), pointer(source.start)
         else:
-            kernel, kv_heads = f"attention_pool_{name}_{dim}", source.keys.shape[0]
+            few = "few_" if self._is_few(source, rows) else ""
+            kernel, kv_heads = f"attention_{few}pool_{name}_{dim}", source.keys.shape[0]
             params.keys, params.values = pointer(source.keys), pointer(source.values)
             params.kv_head_stride = source.keys.stride(0)
             params.first_slot, params.pages = pointer(source.first_slot), pointer(source.pages)
@@ -249,8 +257,8 @@ def combine(
         rows_heads=count * heads,
         dim=dim,
     )
-    grid = (-(-count * heads // 4), 1, 1)
-    kernels.launch(f"combine_{type_name(output.dtype)}", grid, THREADS, 0, params, stream_of(output))
+    grid = (count * heads, 1, 1)
+    kernels.launch(f"combine_{type_name(output.dtype)}", grid, THREADS, 4 * parts, params, stream_of(output))
     return output, lse
 
 

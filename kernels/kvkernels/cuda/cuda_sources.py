@@ -8,7 +8,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
 # Translation units.
-KERNELS = ("attention.cu", "awq_gemm.cu", "kv_pack.cu")
+KERNELS = ("attention.cu", "awq_gemm.cu", "kv_pack.cu", "layer_rows.cu")
 # Number of separately compiled parts (KVK_PART) of a translation unit.
 PARTS = {"attention.cu": 8}
 
