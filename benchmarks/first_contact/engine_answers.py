@@ -38,7 +38,8 @@ from inference_svc.models.random_models import PREFIX
 Scores = dict[int, float]
 # The chunks are larger than the 8 MiB of staging that an idle daemon keeps. The last step of a miss has 3 tokens, as
 # the only step of a hit has.
-_PROMPT_TOKENS = 3 * 512 + 3
+_STEP_TOKENS = 512
+_PROMPT_TOKENS = 3 * _STEP_TOKENS + 3
 _IDLE_SECONDS = 6.0  # the daemon frees a part of its idle staging every second
 _TOP = 10
 # Smaller differences of log probabilities never fail: one rounding of bfloat16 changes a large logit by this much.
@@ -72,7 +73,13 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
 
 def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, flags: dict[str, str]) -> None:
     # resident_sequences 0: no blocks stay in the pool, so all reused tokens come from the daemon.
-    worker = {"device": device.name, "resident_sequences": 0, "cache_timeout_ms": 10_000, "log_level": "info"}
+    worker = {
+        "device": device.name,
+        "resident_sequences": 0,
+        "cache_timeout_ms": 10_000,
+        "batch_tokens": _STEP_TOKENS,
+        "log_level": "info",
+    }
     with Node(model, worker_flags=worker, daemon_flags=flags, pool_bytes="1GiB") as node, log_printed(node):
         first, second = prompt(1), prompt(2)
         cold = _cold_runs(node.client(), first)

@@ -96,26 +96,30 @@ def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTime
         cold, hit, parts = [], [], []
         for i in range(_REPEATS):
             ids = prompt(50 + i, tokens)
-            cold.append(_ttft_ms(node, ids, skip_cache=True))
+            cold.append(_ttft_ms(node, ids, skip_cache=True)[0])
             node.client().warm(ids[:-3])
             node.settle()
-            hit.append(_ttft_ms(node, ids, skip_cache=False))
-            parts.append(node.client().generate(ids, max_tokens=1, temperature=0).timings)
+            ms, timings = _ttft_ms(node, ids, skip_cache=False)
+            hit.append(ms)
+            parts.append(timings)
         computed = decode.bound_seconds(weight_bytes, 2.0 * tokens * size.weights, rates.bandwidth, rates.products)
         loaded = tokens * size.kv_bytes_per_token / to_card + weight_bytes / rates.bandwidth
         for case, found, bound_s in (("cold", cold, computed), ("hit", hit, loaded)):
             ms, bound = report.median(found), bound_s * 1e3
             case = f"{name}: first token of {tokens}, {case}"
             rows.measured(case, f"{ms:.1f} ms", f"bound {bound:.1f} ms", bound / ms)
-        names = ("queue", "lookup", "restore", "prefill", "ttft")
+        names = ("queue", "lookup", "transfer", "restore", "prefill", "ttft")
         text = ", ".join(f"{part} {report.median([each[f'{part}_ms'] for each in parts]):.1f}" for part in names)
-        rows.measured(f"{name}: parts of a repeated hit", text, "ms in the worker")
+        rows.measured(f"{name}: parts of a hit", text, "ms in the worker")
         rows.measured(f"{name}: cold over hit", f"{report.median(cold) / report.median(hit):.1f}", "bits stored: 16")
 
 
-def _ttft_ms(node: Node, ids: list[int], skip_cache: bool) -> float:
-    began = time.perf_counter()
+def _ttft_ms(node: Node, ids: list[int], skip_cache: bool) -> tuple[float, dict[str, float]]:
+    """Return the time to the first token in the client, and its parts in the worker."""
+    began, first = time.perf_counter(), 0.0
     for part in node.client().stream(ids, max_tokens=1, temperature=0, skip_cache=skip_cache):
-        if part.token_ids:
-            return (time.perf_counter() - began) * 1e3
+        if part.token_ids and not first:
+            first = time.perf_counter()
+        if part.final is not None and first:
+            return (first - began) * 1e3, part.final.timings
     raise RuntimeError("the worker sent no token")

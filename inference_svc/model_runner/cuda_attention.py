@@ -1,12 +1,11 @@
 """Attention of a batch by our CUDA kernels.
 
-One launch computes all sequences, and reads keys in place from scattered blocks of the pool. Kinds of batches for which
-torch's attention is faster use torch's attention: ``select_cuda_attention`` times both when a worker starts.
+One launch computes all sequences, and reads keys in place from scattered blocks of the pool. PyTorch's FlashAttention-2
+computes long parts of prompts, for which it is 1.5 to 3 times as fast on an H200.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,29 +15,35 @@ import torch
 from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, shared_bytes
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import fits, kernels_for, supports
-from kvkernels.device.visible_devices import device_of
+from kvkernels.device.visible_devices import device_of, is_device
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import attend_segments
 from inference_svc.model_runner.engine_lost import check_device
 from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch
 
-AttentionFn = Callable[[Tensor, ForwardBatch, int, float, int | None, float | None], Tensor]
 KINDS = ("decode", "prefill", "scattered")
-_REPEATS = 5
+# PyTorch's kernel takes one sequence, so calls for short parts of many prompts cost more than our one launch.
+LIBRARY_ROWS = 128
+_TRIAL_ROWS, _TRIAL_KEYS = LIBRARY_ROWS, 320
+_TOLERANCE = 0.02  # of the largest value; a wrong mask or layout is off by more than 0.5
+
+LibraryFn = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Causal attention of the last rows of a sequence: ``query [1, heads, rows, dim]``, ``keys`` and ``values
+[1, kv_heads, keys, dim]``, scale; returns a tensor like ``query``."""
 
 log = structlog.get_logger("engine")
 
 
 @dataclass(frozen=True)
 class CudaAttention:
-    """Our CUDA kernels, used for the given ``kinds`` of batches."""
+    """Our CUDA kernels, used for the given ``kinds`` of batches, and a library's kernel for long parts of prompts."""
 
     kernels: Kernels
     kinds: frozenset[str] = frozenset(KINDS)
+    library: LibraryFn | None = None
 
     def serves(self, batch: ForwardBatch) -> bool:
         # An observer needs all scores, and our kernels never have all of them at one time.
@@ -48,6 +53,8 @@ class CudaAttention:
         self, query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Computes a layer's attention of ``query [rows, heads, dim]``, which may have padding rows. Same shape."""
+        if self.library is not None and window is None and softcap is None and _has_long_parts(batch):
+            return self._attend_by_library(self.library, query, batch, layer, scale)
         if batch.index is None:
             batch.index = build_index(batch)
         index = batch.index
@@ -60,6 +67,27 @@ class CudaAttention:
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         out[: batch.real] = found
         return out
+
+    def _attend_by_library(
+        self, library: LibraryFn, query: Tensor, batch: ForwardBatch, layer: int, scale: float
+    ) -> Tensor:
+        out, keys, values = torch.empty_like(query), batch.pool.keys[layer], batch.pool.values[layer]
+        for segment in batch.segments:
+            assert segment.first_slot is not None
+            rows = slice(segment.first_row, segment.first_row + segment.rows)
+            at = slice(segment.first_slot, segment.first_slot + segment.keys)
+            found = library(query[rows].transpose(0, 1)[None], keys[None, :, at], values[None, :, at], scale)
+            out[rows] = found[0].transpose(0, 1)
+        out[batch.real :] = 0  # padding rows belong to no sequence, and their output must be finite
+        return out
+
+
+def _has_long_parts(batch: ForwardBatch) -> bool:
+    """True if all rows are of long, contiguous parts of prompts."""
+    return all(
+        s.rows >= LIBRARY_ROWS and s.positions is None and s.first_slot is not None and not s.left
+        for s in batch.segments
+    )
 
 
 def kind_of(batch: ForwardBatch) -> str:
@@ -107,12 +135,15 @@ def build_index(batch: ForwardBatch) -> CudaIndex:
     return CudaIndex(at, None, pages)
 
 
-def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> CudaAttention:
-    """Selects the kinds of batches for which our kernels beat torch's attention.
+def make_cuda_attention(
+    pool: KVPool, kernels: Kernels, heads: int, library: LibraryFn | None = None, keys: int = 4096
+) -> CudaAttention:
+    """Makes the attention of a pool. PyTorch serves the kinds of batches for which our kernels cannot be launched.
 
-    Compares the median times of a few calls over ``keys`` keys of an empty pool. Writes nothing to the pool.
+    ``library`` is used if its results are those of our kernel. No time decides: the bits of a worker's chunks must be
+    the same after a restart (ADR 101). Writes nothing to the pool.
     """
-    ours = CudaAttention(kernels)
+    ours, served = CudaAttention(kernels), set()
     keys = min(keys, pool.free_pages * PAGE_TOKENS)
     table = pool.allocate(keys)
     if table is None or keys < 2:
@@ -124,29 +155,58 @@ def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int 
             "prefill": forward_batch.SequenceSlice([0] * min(keys, 512), keys - min(keys, 512), table, False),
             "scattered": forward_batch.SequenceSlice([0] * len(scattered), 0, table, False, scattered),
         }
-        won = set()
         for kind, span in spans.items():
             batch = forward_batch.build_batch([span], pool, pool.keys.device)
-            query = torch.randn(
-                len(batch.tokens), heads, pool.keys.shape[3], dtype=pool.keys.dtype, device=pool.keys.device
-            )
+            query = _random(pool, len(batch.tokens), heads, pool.keys.shape[3])
             try:
-                if _seconds(ours, query, batch) <= _seconds(attend_segments, query, batch):
-                    won.add(kind)
+                ours(query, batch, 0, query.shape[2] ** -0.5, None, None)
+                if is_device(query.device):
+                    device_of(query.device).synchronize()
+                served.add(kind)
             except KernelLaunchError as error:
                 check_device(pool.keys.device, error)
                 log.warning("a kernel cannot be launched, torch computes instead", kind=kind, reason=str(error))
     finally:
         pool.free(table)
-    return CudaAttention(kernels, frozenset(won))
+    if library is not None and ("prefill" not in served or not _agrees(pool, kernels, heads, library)):
+        library = None
+    return CudaAttention(kernels, frozenset(served), library)
 
 
-def _seconds(way: AttentionFn, query: Tensor, batch: ForwardBatch) -> float:
-    times = []
-    for _ in range(_REPEATS + 1):
-        began = time.perf_counter()
-        way(query, batch, 0, query.shape[2] ** -0.5, None, None)
-        if query.is_cuda:
-            device_of(query.device).synchronize()
-        times.append(time.perf_counter() - began)
-    return float(np.median(times[1:]))
+def find_library_attention(device: torch.device) -> LibraryFn | None:
+    """PyTorch's FlashAttention-2 on GPUs that it supports, from sm_80 on."""
+    return flash_attention if supports(device, torch.bfloat16) else None
+
+
+def flash_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Calls PyTorch's kernel itself: a choice of the backend and a mask object take longer than a short prompt."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, True, False, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _agrees(pool: KVPool, kernels: Kernels, heads: int, library: LibraryFn) -> bool:
+    """Compares a library with our kernel, over random keys and values."""
+    kv_heads, dim, scale = pool.keys.shape[1], pool.keys.shape[3], pool.keys.shape[3] ** -0.5
+    query = _random(pool, _TRIAL_ROWS, heads, dim)
+    keys, values = (_random(pool, kv_heads, _TRIAL_KEYS, dim) for _ in range(2))
+
+    def int32(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=query.device)
+
+    rows = AttentionRows(int32(0, _TRIAL_ROWS), int32(_TRIAL_KEYS), None, _TRIAL_ROWS, _TRIAL_KEYS)
+    wanted, _ = attend(kernels, query, PagedKV(keys, values, int32(0)), rows, scale)
+    try:
+        found = library(query.transpose(0, 1)[None], keys[None], values[None], scale)[0].transpose(0, 1)
+        error = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    except RuntimeError as refused:
+        check_device(query.device, refused)
+        log.warning("PyTorch's flash attention is not used", reason=str(refused).splitlines()[0])
+        return False
+    if not error <= _TOLERANCE:  # NaN is no agreement
+        log.warning("PyTorch's flash attention is not used, because its results are not ours", error=error)
+        return False
+    return True
+
+
+def _random(pool: KVPool, *shape: int) -> Tensor:
+    return torch.randn(shape, device=pool.keys.device).to(pool.keys.dtype)

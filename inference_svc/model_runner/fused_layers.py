@@ -2,7 +2,7 @@
 
 They compute the same mathematics as the model's own layers, in a quarter of the calls. For one row, the memory traffic
 of a layer of a 0.5B model takes 0.9 ms on a CPU; the eager layer adds 0.4 ms of Python and small kernels. On an H200,
-the eager layers' launches take most of the time (ADR 102). A fused layer consists of four matrix products, four row
+the eager layers' launches take most of the time (ADR 100). A fused layer consists of four matrix products, four row
 kernels and one attention call. It supports models with Llama's layer structure (Llama, Mistral, Qwen2, Qwen3); other
 models run their own layers. ``tests/inference_svc/models/test_architectures.py`` compares fused layers with the models'
 own layers, ``tests/inference_svc/model_runner/test_device_layer_pass.py`` those of a device.

@@ -9,7 +9,7 @@ from kvsidecar.errors import ConfigurationError
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
+from inference_svc.model_runner.cuda_attention import find_kernels, find_library_attention, make_cuda_attention
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
@@ -46,6 +46,10 @@ def new_pool(
         pool = ParallelKVPool(ranks, *shape, tokens, loaded.dtype, loaded.device, windows)
     kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
-        pool.native = select_cuda_attention(pool, kernels, loaded.heads)
-        log.info("native attention kernels are used where they are faster", kinds=sorted(pool.native.kinds))
+        pool.native = make_cuda_attention(pool, kernels, loaded.heads, find_library_attention(loaded.device))
+        log.info(
+            "attention kernels",
+            ours=sorted(pool.native.kinds),
+            long_prompts="ours" if pool.native.library is None else "PyTorch's FlashAttention-2",
+        )
     return pool

@@ -257,8 +257,8 @@ def combine(
         rows_heads=count * heads,
         dim=dim,
     )
-    grid = (count * heads, 1, 1)
-    kernels.launch(f"combine_{type_name(output.dtype)}", grid, THREADS, 4 * parts, params, stream_of(output))
+    grid, shared = (count * heads, 1, 1), 4 * 8 * -(-parts // 8)  # the compiler reads up to 8 weights at a time
+    kernels.launch(f"combine_{type_name(output.dtype)}", grid, THREADS, shared, params, stream_of(output))
     return output, lse
 
 

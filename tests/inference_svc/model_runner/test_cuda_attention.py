@@ -1,12 +1,12 @@
 """The engine over our CUDA kernels, run by the emulator, equals the engine over torch's attention."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 import torch
+import torch.nn.functional as F
 import transformers as t
 from kvkernels.cuda.cuda_library import KernelLaunchError
 
@@ -14,7 +14,7 @@ from inference_svc.kv_pool.block_table import UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cuda_attention, forward_batch
 from inference_svc.model_runner.attention import register
-from inference_svc.model_runner.cuda_attention import CudaAttention, select_cuda_attention
+from inference_svc.model_runner.cuda_attention import CudaAttention, make_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.loader import LoadedModel
@@ -111,31 +111,71 @@ def test_what_a_window_has_left_is_not_read(
     assert torch.equal(want, got)
 
 
-@pytest.mark.parametrize("torch_is_faster", [True, False])
-def test_torch_serves_where_it_is_faster(
-    emulated: Emulated, monkeypatch: pytest.MonkeyPatch, torch_is_faster: bool
-) -> None:
-    """The test sets the times: on a busy machine, even an emulator may seem to be faster."""
+def by_mask(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Stands for a GPU's library."""
+    rows, count = query.shape[2], keys.shape[2]
+    mask = torch.ones(rows, count, dtype=torch.bool).tril(count - rows)
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
+
+
+def test_a_library_computes_long_parts_of_prompts(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_attention, "LIBRARY_ROWS", 40)
+    calls: list[tuple[int, int]] = []
+
+    def library(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append((query.shape[2], keys.shape[2]))
+        return by_mask(query, keys, values, scale)
+
     pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
-    before, now = pool.free_pages, [0.0]
-
-    def slow(*_: Any) -> None:
-        now[0] += 2.0 if torch_is_faster else 0.5
-
-    def torchs(*_: Any) -> None:
-        now[0] += 1.0
-
-    monkeypatch.setattr(cuda_attention.CudaAttention, "__call__", slow)
-    monkeypatch.setattr(cuda_attention, "attend_segments", torchs)
-    monkeypatch.setattr(cuda_attention, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    kinds = select_cuda_attention(pool, emulated, heads=4, keys=256).kinds
-    assert kinds == (frozenset() if torch_is_faster else {"decode", "prefill", "scattered"})
+    pool.keys.normal_(), pool.values.normal_()
+    before = pool.free_pages
+    made = make_cuda_attention(pool, emulated, heads=4, library=library, keys=64)
+    assert made.kinds == {"decode", "prefill", "scattered"}
     assert pool.free_pages == before
+    calls.clear()
+    tables = [pool.allocate(120) for _ in range(2)]
+
+    def computed(attention: CudaAttention, *lengths: tuple[int, int], window: int | None = None) -> torch.Tensor:
+        spans = [
+            forward_batch.SequenceSlice([0] * count, start, table, False)
+            for (start, count), table in zip(lengths, tables, strict=False)
+            if table is not None
+        ]
+        batch = forward_batch.build_batch(spans, pool, pool.keys.device)
+        query = torch.randn(len(batch.tokens), 4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        return attention(query, batch, 0, 0.125, window, None)[: batch.real].float()
+
+    ours = CudaAttention(emulated)
+    for lengths in (((30, 50), (0, 41)), ((0, 45),)):
+        got = computed(made, *lengths)
+        assert calls == [(count, start + count) for start, count in lengths]
+        calls.clear()
+        assert (got - computed(ours, *lengths)).abs().max() < 0.03
+    for lengths in (((30, 50), (0, 3)), ((60, 1),)):
+        assert torch.equal(computed(made, *lengths), computed(ours, *lengths))
+    assert torch.equal(computed(made, (30, 50), window=20), computed(ours, (30, 50), window=20))
+    assert not calls
 
 
-def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_other_results_is_not_used(emulated: Emulated) -> None:
+    pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
+
+    def not_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
+
+    def nothing(query: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.full_like(query, float("nan"))
+
+    def refusing(*_: object) -> torch.Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    for way, used in ((by_mask, True), (not_causal, False), (nothing, False), (refusing, False)):
+        assert (make_cuda_attention(pool, emulated, 4, way, 64).library is not None) is used, way
+
+
+def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated) -> None:
     """Such a kernel once ended the start of the worker."""
-    pool, now = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu")), [0.0]
+    pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
 
     class SmallCard:
         """Attention that refuses a decode step."""
@@ -148,11 +188,6 @@ def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated, m
         def has(self, *_: object) -> bool:
             return True
 
-    def torchs(*_: Any) -> None:
-        now[0] += 1.0
-
-    monkeypatch.setattr(cuda_attention, "attend_segments", torchs)
-    monkeypatch.setattr(cuda_attention, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     with structlog.testing.capture_logs() as logs:
-        assert select_cuda_attention(pool, SmallCard(), heads=4, keys=64).kinds == {"prefill", "scattered"}
+        assert make_cuda_attention(pool, SmallCard(), heads=4, keys=64).kinds == {"prefill", "scattered"}
     assert [(line["kind"], "too many resources" in line["reason"]) for line in logs] == [("decode", True)]
