@@ -85,6 +85,21 @@ def test_chunks_in_trimmed_staging_are_the_pools(place: torch.device) -> None:
             staging.trim()
 
 
+def test_transfers_one_after_the_other_lock_pages_once(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locking pages takes longer than copying them."""
+    locked: list[int] = []
+    pinned = device.pinned
+    monkeypatch.setattr(device, "pinned", lambda size_bytes: (locked.append(size_bytes), pinned(size_bytes))[1])
+    (keys, values), transfer = (x.to(device.torch) for x in pool(64)), chunk_transfer.ChunkTransfer(device)
+    for tokens in (8, 16, 40, 64, 40, 64):
+        header, slots = header_of(tokens), torch.arange(tokens)
+        payload = memoryview(bytearray(header.payload_bytes))
+        transfer.pack(dispatch.kernels_for(device.torch).kernels, keys, values, slots, header, payload)
+    assert len(locked) == 2, "once for each of a lane's banks"
+
+
 def read(place: torch.device, pool: Tensor, loaded: LoadedLayers) -> Tensor:
     """Return loaded layers, as a stream sees them that waits for their event."""
     assert loaded.ready is not None

@@ -118,8 +118,9 @@ def test_without_them_nothing_is_reported(device: SimulatedDevice) -> None:
         assert torch.equal(load.layer(number).cpu(), load.stored[number] * 2)
 
 
-def test_banks_grow_without_a_wait_for_kernels(device: SimulatedDevice) -> None:
+def test_banks_grow_without_a_wait_for_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old device memory is freed in the order of the kernels that read it."""
+    monkeypatch.setattr(chunk_transfer, "_MIN_BANK_BYTES", 1)
     load, transfer = Load(device), dispatch._transfer(device.torch, "unpack")
     for count in (1, 2, 3):
         some, waits = load.pieces[:count] * 40, device.clock.num_host_waits

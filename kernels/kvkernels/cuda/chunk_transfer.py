@@ -31,6 +31,7 @@ from kvkernels.device.device_port import Device, Event, Stream
 BANK_BYTES = 128 << 20
 _NUM_LANES = 2  # transfers at one time; further transfers wait
 _NUM_BANKS = 2  # the host fills one while the device copies another
+_MIN_BANK_BYTES = 32 << 20  # locking pages takes longer than their copy, so the warm-up locks what most loads need
 _COPY_BYTES = 4 << 20  # minimal size of a copy, except the last copy of a batch
 _GRANULARITY = 1 << 20
 _ALIGNMENT = 256
@@ -58,7 +59,7 @@ class _Bank:
 
     def _grow(self, size_bytes: int, kernels: Stream) -> None:
         """Replace both memories. The old device memory is reused only after the kernels that read it."""
-        wanted = max(size_bytes, min(2 * self.size_bytes, BANK_BYTES))
+        wanted = max(size_bytes, min(2 * self.size_bytes, BANK_BYTES), _MIN_BANK_BYTES)
         self.size_bytes = -(-wanted // _GRANULARITY) * _GRANULARITY
         self.pinned = self._device.pinned(self.size_bytes)
         with kernels.active():
@@ -176,7 +177,8 @@ class ChunkTransfer:
     """Packs and unpacks chunks in host memory with a device's kernels. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
-        self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
+        # Last in, first out: transfers one after the other use one lane, whose banks have grown.
+        self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
         for _ in range(_NUM_LANES):
             self._lanes.put(_Lane(device))
 
