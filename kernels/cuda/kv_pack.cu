@@ -148,7 +148,7 @@ template <class T> KVK_DEVICE void pack_whole(const KvPackParams& p) {
   copy_elements<N>(p.payloads + s.piece.values + to, in_pool<T>(p.pool_values, p, s, token));
 }
 
-// Packs the keys of a group of tokens. `ranges` is shared memory for two floats per thread and channel.
+// Packs the keys of a group of tokens. `ranges` is shared memory for two floats per row and channel.
 template <class T, int BITS, int N> KVK_DEVICE void pack_keys(const KvPackParams& p, const Share& s, float* ranges) {
   const KvPiece& piece = s.piece;
   const int start = s.first_token, stop = min(start + piece.group_tokens, piece.chunk_tokens);
@@ -166,15 +166,17 @@ template <class T, int BITS, int N> KVK_DEVICE void pack_keys(const KvPackParams
   }
   if (mine) store_floats(lows + s.row * p.dim + s.channel, low), store_floats(highs + s.row * p.dim + s.channel, high);
   sync_block();
-  if (!mine) return;
-  for (int row = 0; row < s.rows; row++) {
-    load_floats(x, lows + row * p.dim + s.channel);
-    KVK_UNROLL
-    for (int e = 0; e < N; e++) low[e] = fminf(low[e], x[e]);
-    load_floats(x, highs + row * p.dim + s.channel);
-    KVK_UNROLL
-    for (int e = 0; e < N; e++) high[e] = fmaxf(high[e], x[e]);
+  for (int channel = threadIdx.x; channel < p.dim; channel += THREADS) {
+    float lowest = lows[channel], highest = highs[channel];
+    for (int row = 1; row < s.rows; row++) {
+      lowest = fminf(lowest, lows[row * p.dim + channel]);
+      highest = fmaxf(highest, highs[row * p.dim + channel]);
+    }
+    lows[channel] = lowest, highs[channel] = highest;
   }
+  sync_block();
+  if (!mine) return;
+  load_floats(low, lows + s.channel), load_floats(high, highs + s.channel);
   float scale[N], inverse[N];
   KVK_UNROLL
   for (int e = 0; e < N; e++) scale[e] = scale_of<BITS>(low[e], high[e]), inverse[e] = inverse_of(scale[e]);
