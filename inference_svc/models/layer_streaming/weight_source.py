@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +15,10 @@ from inference_svc.models import awq_checkpoint, safetensors_reader
 
 
 class WeightSource(Protocol):
-    """Source of weights for modules on the meta device."""
+    """Source of weights for modules on the meta device.
+
+    Callers request weights in the order of their names.
+    """
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Load the weights of a module whose names start with ``prefix``, such as ``model.norm.``.
@@ -133,23 +133,22 @@ class CheckpointWeights:
 
 
 class RandomWeights:
-    """Random weights, generated from a seed and their names."""
+    """Random weights, generated from a seed in the order of their names."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self._seed, self._dtype = seed, dtype
+        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         for name, parameter in sorted(module.named_parameters()):
             tensor = torch.empty(parameter.shape, dtype=self._dtype)
-            fill_random(prefix + name, tensor, generator_for(prefix + name, self._seed))
+            fill_random(prefix + name, tensor, self._generator)
             set_parameter(module, name, tensor)
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
         # torch generates 16 numbers at a time, so pieces of rows get the same numbers as the whole weight.
-        generator = generator_for(name, self._seed)
         for first, end in _pieces(shape, self._dtype):
             tensor = torch.empty(end - first, shape[1], dtype=self._dtype)
-            fill_random(name, tensor, generator)
+            fill_random(name, tensor, self._generator)
             yield tensor
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
@@ -157,11 +156,6 @@ class RandomWeights:
 
     def form(self, linear: str) -> tuple[int, int] | None:
         return None
-
-
-def generator_for(name: str, seed: int) -> torch.Generator:
-    """Make the generator of a parameter's numbers, which do not depend on other parameters."""
-    return torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
 
 
 def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -174,13 +168,8 @@ def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 def fill_model(model: torch.nn.Module, seed: int) -> None:
     """Fill all parameters of a random model, with the same weights on every device."""
-
-    def fill(named: tuple[str, nn.Parameter]) -> None:
-        name, parameter = named
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
         on_host = torch.empty_like(parameter, device="cpu", requires_grad=False)
-        fill_random(name, on_host, generator_for(name, seed))
+        fill_random(name, on_host, generator)
         parameter.data.copy_(on_host)
-
-    # One thread generates 0.2e9 numbers per second.
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
-        list(threads.map(fill, model.named_parameters()))

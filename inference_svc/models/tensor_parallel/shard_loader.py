@@ -11,7 +11,7 @@ from kvsidecar.errors import ModelUnsupported
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from inference_svc.models.layer_streaming.weight_source import fill_random, generator_for
+from inference_svc.models.layer_streaming.weight_source import fill_random
 from inference_svc.models.meta_model import build_meta_model, set_generation_config
 from inference_svc.models.safetensors_reader import shape_in, tensor_files
 from inference_svc.models.tensor_parallel.shard_plan import Part, ShardPlan
@@ -49,7 +49,7 @@ def random_shard(
     """Builds one rank's part of a model with random weights: the same numbers as the whole model's."""
     model = build_meta_model(config, dtype, attention)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    whole: dict[str, Tensor] = {}
+    generator, whole = torch.Generator().manual_seed(seed), dict[str, Tensor]()
 
     def read(name: str, dim: int, parts: list[Part]) -> Tensor:
         cut = [whole[name].narrow(dim, first, end - first) for first, end in parts]
@@ -57,7 +57,7 @@ def random_shard(
 
     for name in sorted(shapes):
         whole[name] = torch.empty(shapes[name], dtype=dtype)
-        fill_random(name, whole[name], generator_for(name, seed))
+        fill_random(name, whole[name], generator)
         _set_slice(model, plan, name, read, shapes[name])
         del whole[name]
     _describe(model, plan)
