@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +22,8 @@ from benchmarks.node import Node
 from inference_svc.server.runtime import build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_server import EXIT_ENGINE_STOPPED
+from inference_svc.tensor_parallel import rank_processes
+from inference_svc.tensor_parallel.rank_messages import Joined
 
 TEXT = "The keeper of the lighthouse wrote down every ship that passed in the night, and the weather. " * 12
 
@@ -136,6 +140,24 @@ def test_a_rank_that_dies_while_the_worker_starts(tmp_path: Path) -> None:
     ):
         build_runtime(config(tmp_path))
     assert left_behind() == []
+
+
+def test_a_rank_that_is_gone_before_its_first_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads the message: the worker once ended with a broken pipe."""
+
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.wait()
+
+    monkeypatch.setattr(rank_processes, "python_command", lambda *_: ["false"])
+    monkeypatch.setattr(rank_processes.subprocess, "Popen", Ended)
+    ranks = rank_processes.RankProcesses(config(tmp_path))
+    try:
+        with pytest.raises(Unavailable, match=r"rank 1 of 2 \(process \d+\) ended with exit code 1 while"):
+            ranks.expect(Joined)
+    finally:
+        ranks.close()
 
 
 def left_behind() -> list[psutil.Process]:
