@@ -12,14 +12,12 @@ from torch import Tensor
 
 from inference_svc.model_runner.attention import attention_of
 from inference_svc.model_runner.forward_batch import ForwardBatch
-from inference_svc.models.fused_layer_weights import FusedLayerWeights, LayerWidths, LinearFn
+from inference_svc.model_runner.layer_pass import LayerPass
+from inference_svc.models.fused_layer_weights import FusedLayerWeights, LayerWidths
 
 
-class DeviceLayerPass:
-    """Pass on a device, over the rows that are not padding. Nothing waits for the device.
-
-    ``hidden [rows, width]`` changes in place. Calls ``see`` with the output of each kernel.
-    """
+class DeviceLayerPass(LayerPass):
+    """Pass on a device, over the rows that are not padding. Nothing waits for the device."""
 
     def __init__(
         self,
@@ -30,21 +28,14 @@ class DeviceLayerPass:
         batch: ForwardBatch,
         see: Callable[[Tensor], None] | None = None,
     ) -> None:
-        real = batch.real
-        self.batch, self._kernels, self._see = batch, kernels, see
+        super().__init__(batch, see)
+        real, self._kernels = batch.real, kernels
         self._hidden, self._slots = hidden[:real], batch.slots[:real]
         cosine, sine = rotary(self._hidden[None], batch.positions[None, :real])
         self._angles = cosine[0].contiguous(), sine[0].contiguous()
         self._normed = torch.empty_like(self._hidden)
         self._queries = hidden.new_empty(real, widths.heads, widths.dim)
         self._gated = hidden.new_empty(real, widths.inner)
-
-    def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
-        out = of(x)
-        for part in self.batch.adapted:
-            part.add((i, name), x, out)
-        self._show(out)
-        return out
 
     def norm(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         layer_rows.add_norm(self._kernels, self._hidden, delta, weight, epsilon, self._normed)
@@ -87,7 +78,3 @@ class DeviceLayerPass:
         added = None if delta is None else delta.index_select(0, rows)
         layer_rows.add_norm(self._kernels, hidden, added, weight, epsilon, out)
         return out
-
-    def _show(self, output: Tensor) -> None:
-        if self._see is not None:
-            self._see(output)

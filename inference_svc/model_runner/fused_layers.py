@@ -11,7 +11,7 @@ own layers, ``tests/inference_svc/model_runner/test_device_layer_pass.py`` those
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from inference_svc.model_runner import cpu_attention, cpu_graph
 from inference_svc.model_runner.cpu_graph import CpuGraph
 from inference_svc.model_runner.device_layer_pass import DeviceLayerPass
 from inference_svc.model_runner.forward_batch import ForwardBatch, keep_logit_rows
+from inference_svc.model_runner.layer_pass import LayerPass
 from inference_svc.model_runner.rope_table import RopeTable
 from inference_svc.models.fused_layer_weights import (
     FusedLayerWeights,
@@ -43,44 +44,14 @@ from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSou
 _FEW = 4
 
 
-class LayerPass(Protocol):
-    """A forward through some layers, with its buffers. ``hidden [rows, width]`` changes in place."""
-
-    batch: ForwardBatch
-
-    def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
-        """Computes a product of layer ``i`` over ``x [rows, in]``. Adds the adapters' products of their rows."""
-        ...
-
-    def norm(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Adds ``delta`` to ``hidden``; returns the norm of the sum, valid until the next norm."""
-        ...
-
-    def rotate(self, i: int, layer: FusedLayerWeights, qkv: Tensor) -> None:
-        """Rotates queries and keys. Writes keys and values of layer ``i`` to the pool, and keeps the queries."""
-        ...
-
-    def attend(self, i: int, layer: FusedLayerWeights) -> Tensor:
-        """Computes the attention of the queries in layer ``i``: ``[rows, heads * dim]``."""
-        ...
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Computes ``silu(gate) * up``, ``[rows, inner]``."""
-        ...
-
-    def finish(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Adds ``delta`` to ``hidden``; returns the final norm of the rows that need logits."""
-        ...
-
-
-class CpuLayerPass:
-    """Pass on a CPU. Calls ``see`` with the output of each kernel."""
+class CpuLayerPass(LayerPass):
+    """Pass on a CPU."""
 
     def __init__(
         self, layers: FusedLayers, hidden: Tensor, batch: ForwardBatch, see: Callable[[Tensor], None] | None = None
     ) -> None:
-        rows, self.see, self._widths = hidden.shape[0], see, layers.widths
-        self.batch, self._real, self.hidden = batch, batch.real, hidden
+        super().__init__(batch, see)
+        rows, self._widths, self._real, self.hidden = hidden.shape[0], layers.widths, batch.real, hidden
         self._angles = layers.rope_table.at(batch.positions, hidden)
         self._normed = torch.zeros_like(hidden)
         self._queries = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
@@ -89,13 +60,6 @@ class CpuLayerPass:
         self._attention.bind(self._queries, self._attended)
         self._flat = self._attended.view(rows, -1)
         self._gated = hidden.new_zeros(rows, layers.widths.inner)
-
-    def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
-        out = of(x)
-        for part in self.batch.adapted:
-            part.add((i, name), x, out)
-        self._show(out)
-        return out
 
     def norm(self, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         self._run(cpu_rows.rms_norm(self._real, self.hidden, delta, weight, epsilon, self._normed))
@@ -139,10 +103,6 @@ class CpuLayerPass:
 
     def _run(self, call: KernelCall) -> None:
         cpu_rows.run(call, self._real)
-
-    def _show(self, output: Tensor) -> None:
-        if self.see is not None:
-            self.see(output)
 
 
 class FusedLayers:
