@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 import torch
-from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, shared_bytes
+from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
-from kvkernels.cuda.kernel_select import fits, kernels_for, supports
+from kvkernels.cuda.kernel_select import supports
 from kvkernels.device.visible_devices import device_of, is_device
 from torch import Tensor
 
@@ -96,15 +96,6 @@ def kind_of(batch: ForwardBatch) -> str:
     return "decode" if all(s.rows == 1 for s in batch.segments) else "prefill"
 
 
-def find_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
-    """Finds our kernels for a device; None if they do not support the type or head size."""
-    if device.type != "cuda" or head_dim not in HEAD_DIMS or not supports(device, dtype):
-        return None
-    if not fits(device, f"attention of {head_dim} channels", shared_bytes(head_dim)):
-        return None
-    return kernels_for(device).kernels
-
-
 def build_index(batch: ForwardBatch) -> CudaIndex:
     """Describes a batch to the kernels, which see each segment as a sequence.
 
@@ -144,6 +135,7 @@ def make_cuda_attention(
     the same after a restart (ADR 101). Writes nothing to the pool.
     """
     ours, served = CudaAttention(kernels), set()
+    generator = torch.Generator().manual_seed(0)  # the same check at each start
     keys = min(keys, pool.free_pages * PAGE_TOKENS)
     table = pool.allocate(keys)
     if table is None or keys < 2:
@@ -157,7 +149,7 @@ def make_cuda_attention(
         }
         for kind, span in spans.items():
             batch = forward_batch.build_batch([span], pool, pool.keys.device)
-            query = _random(pool, len(batch.tokens), heads, pool.keys.shape[3])
+            query = _random(pool, generator, len(batch.tokens), heads, pool.keys.shape[3])
             try:
                 ours(query, batch, 0, query.shape[2] ** -0.5, None, None)
                 if is_device(query.device):
@@ -168,7 +160,7 @@ def make_cuda_attention(
                 log.warning("a kernel cannot be launched, torch computes instead", kind=kind, reason=str(error))
     finally:
         pool.free(table)
-    if library is not None and ("prefill" not in served or not _agrees(pool, kernels, heads, library)):
+    if library is not None and ("prefill" not in served or not _agrees(pool, kernels, heads, library, generator)):
         library = None
     return CudaAttention(kernels, frozenset(served), library)
 
@@ -184,11 +176,11 @@ def flash_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
     return found[0]  # type: ignore[no-any-return]
 
 
-def _agrees(pool: KVPool, kernels: Kernels, heads: int, library: LibraryFn) -> bool:
+def _agrees(pool: KVPool, kernels: Kernels, heads: int, library: LibraryFn, generator: torch.Generator) -> bool:
     """Compares a library with our kernel, over random keys and values."""
     kv_heads, dim, scale = pool.keys.shape[1], pool.keys.shape[3], pool.keys.shape[3] ** -0.5
-    query = _random(pool, _TRIAL_ROWS, heads, dim)
-    keys, values = (_random(pool, kv_heads, _TRIAL_KEYS, dim) for _ in range(2))
+    query = _random(pool, generator, _TRIAL_ROWS, heads, dim)
+    keys, values = (_random(pool, generator, kv_heads, _TRIAL_KEYS, dim) for _ in range(2))
 
     def int32(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=query.device)
@@ -208,5 +200,5 @@ def _agrees(pool: KVPool, kernels: Kernels, heads: int, library: LibraryFn) -> b
     return True
 
 
-def _random(pool: KVPool, *shape: int) -> Tensor:
-    return torch.randn(shape, device=pool.keys.device).to(pool.keys.dtype)
+def _random(pool: KVPool, generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator).to(pool.keys.device, pool.keys.dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import structlog
+from kvkernels import ops
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.cuda_attention import find_kernels, find_library_attention, make_cuda_attention
+from inference_svc.model_runner.cuda_attention import find_library_attention, make_cuda_attention
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
@@ -44,7 +45,7 @@ def new_pool(
         pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
     else:
         pool = ParallelKVPool(ranks, *shape, tokens, loaded.dtype, loaded.device, windows)
-    kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
+    kernels = ops.find_attention_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
         pool.native = make_cuda_attention(pool, kernels, loaded.heads, find_library_attention(loaded.device))
         log.info(

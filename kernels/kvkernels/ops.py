@@ -25,15 +25,12 @@ def find_kernels(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     return kernels_for(device).kernels if has_cuda_kernels(device, dtype) else None
 
 
-def _kernels(x: Tensor) -> Kernels | None:
-    return find_kernels(x.device, x.dtype)
-
-
-def _attention_kernels(query: Tensor) -> Kernels | None:
-    dim, kernels = query.shape[2], _kernels(query)
-    if kernels is None or dim not in HEAD_DIMS:
+def find_attention_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
+    """Return our CUDA kernels if they also support heads of ``head_dim`` channels on this device, or None."""
+    kernels = find_kernels(device, dtype)
+    if kernels is None or head_dim not in HEAD_DIMS:
         return None
-    return kernels if fits(query.device, f"attention of {dim} channels", shared_bytes(dim)) else None
+    return kernels if fits(device, f"attention of {head_dim} channels", shared_bytes(head_dim)) else None
 
 
 @torch.library.custom_op("kvkernels::attention", mutates_args=())
@@ -60,7 +57,7 @@ def attention(
     a row attends to, its own included. 0 disables ``sliding_window`` and ``logits_soft_cap``. The log-sum-exp is
     float32, natural. Names follow FlashInfer.
     """
-    kernels = _attention_kernels(query)
+    kernels = find_attention_kernels(query.device, query.dtype, query.shape[2])
     if kernels is None:
         return attention_reference(
             query,
@@ -137,7 +134,7 @@ def awq_gemm(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, group: int
     ``zeros [in / group, out]``.
     """
     weights = awq.AwqWeights(codes, scales, zeros, group)
-    kernels = _kernels(x)
+    kernels = find_kernels(x.device, x.dtype)
     return x @ awq.dequantize_reference(weights).t() if kernels is None else awq.gemm(kernels, x, weights)
 
 

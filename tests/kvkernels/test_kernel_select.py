@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvkernels import ops
 from kvkernels.cuda import kernel_select, nvrtc
 from kvkernels.cuda.cuda_driver import CubinModule, PrimaryContext
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection, kernels_for, load_library
 
-from inference_svc.model_runner import cuda_attention
 from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.doubles.card import T4
 from tests.kvkernels.doubles.fake_driver import FakeDriver
@@ -205,11 +205,11 @@ def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
     monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
     t4 = torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING, "kvkernels"):
-        assert cuda_attention.find_kernels(t4, torch.float16, 256) is None
-        assert cuda_attention.find_kernels(t4, torch.float16, 256) is None
+        assert ops.find_attention_kernels(t4, torch.float16, 256) is None
+        assert ops.find_attention_kernels(t4, torch.float16, 256) is None
     assert len(caplog.messages) == 1
     assert "attention of 256 channels needs 67584 bytes of shared memory" in caplog.messages[0]
-    assert cuda_attention.find_kernels(t4, torch.float16, 128) is not None
+    assert ops.find_attention_kernels(t4, torch.float16, 128) is not None
 
 
 def test_a_launch_that_the_card_cannot_make_is_an_error_with_its_name(driver: FakeDriver) -> None:

@@ -62,7 +62,7 @@ def test_reference_and_kernel_multiply_alike(emulated: Emulated) -> None:
 
 
 def test_attention_beyond_a_cards_shared_memory_is_torchs(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_kernels", lambda x: emulated)
+    monkeypatch.setattr(ops, "find_kernels", lambda device, dtype: emulated)
     monkeypatch.setattr(ops, "fits", lambda device, kernel, shared_bytes: shared_bytes <= T4.shared_bytes)
-    assert ops._attention_kernels(torch.zeros(1, 4, 256)) is None
-    assert ops._attention_kernels(torch.zeros(1, 4, 128)) is emulated
+    assert ops.find_attention_kernels(torch.device("cpu"), torch.float16, 256) is None
+    assert ops.find_attention_kernels(torch.device("cpu"), torch.float16, 128) is emulated

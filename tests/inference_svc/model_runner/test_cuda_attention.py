@@ -128,8 +128,9 @@ def test_a_library_computes_long_parts_of_prompts(emulated: Emulated, monkeypatc
 
     pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
     pool.keys.normal_(), pool.values.normal_()
-    before = pool.free_pages
+    before, random_state = pool.free_pages, torch.get_rng_state()
     made = make_cuda_attention(pool, emulated, heads=4, library=library, keys=64)
+    assert torch.equal(torch.get_rng_state(), random_state), "the check draws its own numbers, the same at each start"
     assert made.kinds == {"decode", "prefill", "scattered"}
     assert pool.free_pages == before
     calls.clear()
