@@ -28,8 +28,16 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
     """Create a parser with the arguments that all benchmarks have."""
     out = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
     out.add_argument("--quick", action="store_true", help="run the small size")
-    out.add_argument("--out", type=Path, help="write the results to this JSON file")
+    out.add_argument("--out", type=result_file, help="write the results to this JSON file")
     return out
+
+
+def result_file(text: str) -> Path:
+    """Parse the path of a result file; a folder is refused before the benchmark runs, not after it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; it must be a file, as {path / 'result.json'}")
+    return path
 
 
 def exit_on_sigterm() -> None:

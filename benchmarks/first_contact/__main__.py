@@ -61,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="a model's folder, to run beside shape:qwen2.5-0.5b")
     parser.add_argument("--wheels", type=Path, default=offline_wheels.FOLDER, help="folder of make gpu-wheels")
     options = parser.parse_args(arguments)
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out is {options.out}, which is a file; it must be a folder")
     if options.device == "cuda":
         count, reason = devices()
         if not count:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import decode, gateway_chaos, overhead, provenance, report
+from benchmarks.first_contact import __main__ as first_contact
 from benchmarks.node import Node
 
 
@@ -28,6 +29,18 @@ def test_a_result_records_commit_dirt_date_load_and_command(tmp_path: Path) -> N
     assert datetime.timedelta(0) <= age < datetime.timedelta(days=1)
     assert len(found["load_before"]) == len(found["load_after"]) == 3
     assert found["command"]
+
+
+def test_a_folder_for_the_result_is_refused_before_the_benchmark_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        report.parser("x", "").parse_args(["--out", str(tmp_path)])
+    assert f"{tmp_path} is a folder; it must be a file, as {tmp_path}/result.json" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        first_contact.main(["--device", "fake", "--out", str(tmp_path / "file")])
+    assert "which is a file; it must be a folder" in capsys.readouterr().err
 
 
 def test_a_file_that_was_changed_makes_a_result_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
