@@ -3,8 +3,12 @@
 ``kept_ratio`` is the share of reused tokens among the tokens that repair does not compute again. ``ttft_ratio`` is the
 fastest TTFT over all orders divided by the fastest TTFT without the cache. All orders need the same work, so the
 fastest one is disturbed least. ``cost`` is the expected work as a share of a prefill: the uncached tokens, the
-selector's share of the relocated tokens, and the question's pass over the stored keys. The last column leaves the pass
-out.
+selector's share of the relocated tokens, and the question's pass over the stored keys. ``ttft_over_cost_without_
+question`` leaves the pass out.
+
+``agreement`` is defined as in a verification: for each token of a full prefill's greedy answer, a prompt that ends
+before it is answered with reuse, and its likeliest token is compared. ``equal_first_tokens`` counts only the first
+token of each answer, where the most tokens are about as likely.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from kvsidecar import Client
 from kvsidecar.models.catalogue import DEFAULT
+from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.node import Node
@@ -35,6 +42,15 @@ def retrieved(tokenizer: Any, tokens: int, rng: random.Random) -> list[str]:
     ids = tokenizer(" ".join(part for line in lines if line["kind"] == "documents" for part in line["parts"]))
     starts = rng.sample(range(0, len(ids["input_ids"]) - tokens, tokens), DOCUMENTS)
     return [tokenizer.decode(ids["input_ids"][at : at + tokens]).strip() for at in starts]
+
+
+def agreements(client: Client, asked: list[dict[str, str]], answer: Sequence[int]) -> list[bool]:
+    """Return for each token of a full prefill's greedy answer whether reuse predicts it after the tokens before it."""
+    ids = client.tokenize(asked)
+    return [
+        list(client.generate([*ids, *answer[:before]], max_tokens=1, temperature=0).token_ids) == [token]
+        for before, token in enumerate(answer)
+    ]
 
 
 def messages(texts: list[str], order: int) -> list[dict[str, str]]:
@@ -60,19 +76,23 @@ class Repair:
         return float(uncached + relocated * moved) / float(answer.prompt_tokens)
 
 
-def measure(node: Node, tokenizer: Any, tokens: int, orders: int, repair: Repair) -> dict[str, Any]:
+def measure(
+    node: Node, tokenizer: Any, tokens: int, options: argparse.Namespace, repair: Repair, progress: Progress
+) -> dict[str, Any]:
     """Measure documents of one length."""
     rng, client = random.Random(tokens), node.client()
     texts = retrieved(tokenizer, tokens, rng)
     client.generate(messages(texts, 0), max_tokens=1)
-    warm, cold, same = [], [], 0
-    for order in range(1, orders):
+    warm, cold, same = [], [], []
+    orders = progress.add_task(f"{tokens} tokens", total=options.orders - 1)
+    for order in range(1, options.orders):
         node.settle()
         rng.shuffle(texts)
         asked = messages(texts, order)
-        cold.append(client.generate(asked, max_tokens=1, temperature=0, skip_cache=True))
+        cold.append(client.generate(asked, max_tokens=options.answer_tokens, temperature=0, skip_cache=True))
         warm.append(client.generate(asked, max_tokens=1, temperature=0))
-        same += warm[-1].token_ids == cold[-1].token_ids
+        same.append(agreements(client, asked, cold[-1].token_ids))
+        progress.advance(orders)
     prompt, cached, again = (
         sum(getattr(one, name) for one in warm) for name in ("prompt_tokens", "cached_tokens", "recomputed_tokens")
     )
@@ -89,7 +109,9 @@ def measure(node: Node, tokenizer: Any, tokens: int, orders: int, repair: Repair
         "cost": round(cost, 3),
         "ttft_over_cost": round(ratio / cost, 3),
         "ttft_over_cost_without_question": round(ratio / without_question, 3),
-        "equal_first_tokens": round(same / len(warm), 3),
+        "agreement": round(fmean(one for answer in same for one in answer), 3),
+        "compared": sum(map(len, same)),
+        "equal_first_tokens": round(fmean(answer[0] for answer in same), 3),
     }
 
 
@@ -98,9 +120,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default=DEFAULT, help="a model with a shipped verdict")
     parser.add_argument("--document-tokens", type=int, nargs="+", default=[60, 130, 400])
     parser.add_argument("--orders", type=int, default=10)
+    parser.add_argument("--answer-tokens", type=int, default=16)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.document_tokens, options.orders = [60], 4
+        options.document_tokens, options.orders, options.answer_tokens = [60], 4, 4
     loaded = load(options.model)
     verdict = shipped_verdict(loaded.descriptor(16))
     if verdict is None:
@@ -108,11 +131,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     repair = Repair(SELECTORS[verdict.strategy], verdict.ratio, loaded.layers, loaded.projection_share)
     tokenizer = loaded.tokenizer
     del loaded
-    with Node(options.model, worker_flags={"reuse_anywhere": True}) as node:
-        rows = [measure(node, tokenizer, tokens, options.orders, repair) for tokens in options.document_tokens]
+    with Node(options.model, worker_flags={"reuse_anywhere": True}) as node, report.progress() as progress:
+        rows = [measure(node, tokenizer, tokens, options, repair, progress) for tokens in options.document_tokens]
     summary = {
         "least_kept_ratio": min(row["kept_ratio"] for row in rows),
         "most_ttft_over_cost": max(row["ttft_over_cost"] for row in rows),
+        "least_agreement": min(row["agreement"] for row in rows),
+        "agreement_of_verdict": round(verdict.top1_agreement, 3),
     }
     return report.write(options, "retrieval", rows, summary)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvsidecar.cli.node_commands import parts_in
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
-from benchmarks.retrieval import messages, retrieved
+from benchmarks.retrieval import agreements, messages, retrieved
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.context_reuse.reuse_state import ReuseState
@@ -64,7 +65,8 @@ def test_documents_are_found_in_ten_orders_with_one_flag(tokens: int) -> None:
         client = node.client()
         assert client.model().reuse_anywhere.verified
         client.generate(messages(texts, 0), max_tokens=1)
-        kept = cached = equal = 0
+        kept = cached = 0
+        same: list[bool] = []
         for order in range(1, 10):
             node.settle()
             rng.shuffle(texts)
@@ -72,9 +74,12 @@ def test_documents_are_found_in_ten_orders_with_one_flag(tokens: int) -> None:
             found = client.generate(asked, max_tokens=1, temperature=0)
             kept += found.cached_tokens - found.recomputed_tokens
             cached += found.prompt_tokens - found.recomputed_tokens
-            equal += found.token_ids == client.generate(asked, max_tokens=1, temperature=0, skip_cache=True).token_ids
+            full = client.generate(asked, max_tokens=8, temperature=0, skip_cache=True)
+            same += agreements(client, asked, full.token_ids)
         assert kept >= 0.95 * cached
-        assert equal >= 7, "the verdict claims 96 % of the next tokens"
+        assert len(same) >= 70
+        # The verdict claims .964; a share of so few tokens may be off by three standard errors.
+        assert fmean(same) >= 0.964 - 3 * (0.964 * 0.036 / len(same)) ** 0.5, f"{fmean(same):.3f} of {len(same)}"
 
 
 @pytest.mark.usefixtures("smollm2")
