@@ -150,17 +150,19 @@ def test_files_that_name_weights_otherwise_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_smollm2_answers_like_one_process(tmp_path: Path) -> None:
-    """Greedy answers of the model that people have: nine query heads over three key heads, so unequal parts."""
+@pytest.mark.parametrize("model", ["smollm2", "shape:qwen2.5-0.5b"])
+def test_a_whole_model_answers_like_one_process(model: str) -> None:
+    """Greedy answers. SmolLM2 has nine query heads over three key heads, so unequal parts; the other one has biases."""
     try:
-        resolve("smollm2")
+        if model == "smollm2":
+            resolve(model)
     except ModelUnsupported as error:
         pytest.skip(str(error))
     questions = ["What is the capital of Germany?", "Write a sentence with bread in it.", "Why does rain matter?"]
     answers = list[list[list[int]]]()
     for size in (1, 2):
         settings: dict[str, Any] = {"dtype": "float32", "pool_bytes": "128MiB", "tensor_parallel_size": size}
-        with Engine.from_pretrained("smollm2", cache=None, **settings) as engine:
+        with Engine.from_pretrained(model, cache=None, **settings) as engine:
             prompts = [[{"role": "user", "content": question}] for question in questions]
             answers.append([engine.generate(one, max_tokens=24, temperature=0).token_ids for one in prompts])
     assert answers[0] == answers[1]

@@ -23,6 +23,9 @@ _WRITES = {
     "attention": ("output", "lse", "part_output", "part_lse"),
     "combine": ("output", "lse"),
     "awq": ("output", "parts"),
+    "add_norm": ("hidden", "output"),
+    "rope": ("queries", "keys", "values"),
+    "silu_and_mul": ("output",),
 }
 _MAX_GRID_YZ, _MAX_THREADS = 65_535, 1024
 _emulator = threading.Lock()  # the emulator has only one state
