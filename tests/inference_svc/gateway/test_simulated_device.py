@@ -98,6 +98,22 @@ def test_hits_equal_misses_also_after_deaths_of_worker_and_daemon(device: Served
         assert answer(hit) == answer(miss), dead
 
 
+@pytest.mark.long
+def test_two_workers_on_devices_share_a_gpu_arena(cpu: Served) -> None:
+    """The arena is host memory behind the interface of GPU memory; both workers' pools are on simulated devices."""
+    arena = {"gpu_arena": "64MiB", "gpu_memory": "host"}
+    want = cpu.node.client().generate(CHATS[0], max_tokens=6, temperature=0).token_ids
+    with DeviceNode("demo", workers=2, daemon_flags=arena, worker_flags=FLAGS) as node:
+        miss = node.client(0).generate(CHATS[0], max_tokens=6, temperature=0)
+        assert (miss.token_ids, miss.cached_tokens) == (want, 0)
+        node.settle()
+        for number, dies in ((1, False), (0, True), (1, True)):
+            if dies:
+                node.restart_worker(number)
+            hit = node.client(number).generate(CHATS[0], max_tokens=6, temperature=0, explain=True)
+            assert (hit.token_ids, hit.cached_tokens) == (want, hit.prompt_tokens - 1), (number, hit.miss)
+
+
 def test_a_grammar_holds(cpu: Served, device: Served) -> None:
     options = {"structured_outputs": {"choice": WORDS}, "max_tokens": 24}
     text = answer(device.chat(CHATS[1], **options))[0]
