@@ -121,13 +121,14 @@ def test_without_them_nothing_is_reported(device: SimulatedDevice) -> None:
 def test_banks_grow_without_a_wait_for_kernels(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old device memory is freed in the order of the kernels that read it."""
     monkeypatch.setattr(chunk_transfer, "_MIN_BANK_BYTES", 1)
-    load, transfer = Load(device), dispatch._transfer(device.torch, "unpack")
+    monkeypatch.setattr(chunk_transfer, "_GRANULARITY", 256)
+    load, transfer, sizes = Load(device), dispatch._transfer(device.torch, "unpack"), list[int]()
     for count in (1, 2, 3):
         some, waits = load.pieces[:count] * 40, device.clock.num_host_waits
-        for loaded in dispatch.unpack_chunks(load.keys, load.values, some, GROUPS):
-            wait(load, loaded)
+        list(dispatch.unpack_chunks(load.keys, load.values, some, GROUPS))  # no step waits, so only the lane does
         assert device.clock.num_host_waits - waits <= len(GROUPS)
-    lane = transfer._lanes.get_nowait()
-    assert all(0 < bank.size_bytes < BANK_BYTES for bank in lane.banks)
-    transfer._lanes.put(lane)
+        lane = transfer._lanes.get_nowait()
+        sizes += [bank.size_bytes for bank in lane.banks]
+        transfer._lanes.put(lane)
+    assert 0 < sizes[0] < sizes[2] <= sizes[4] < BANK_BYTES, sizes
     device.synchronize()
