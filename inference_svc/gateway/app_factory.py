@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from inference_svc.gateway.anthropic_api.error_envelope import (
     envelope,
     error_response_for,
-    is_messages_path,
     request_id_of,
+    uses_messages_format,
 )
 from inference_svc.gateway.client_disconnect import ClientDisconnected
 from inference_svc.gateway.drain import Drain
@@ -42,7 +42,7 @@ def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     async def not_here(request: Request, error: HTTPException) -> JSONResponse:
         known = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
         path, code = request.url.path, error.status_code
-        if is_messages_path(path):
+        if uses_messages_format(request.scope):
             text = f"{path[:100]} takes no {request.method}" if code == 405 else f"{path[:100]} is not served here"
             found = envelope(text, code, request_id_of(request.scope))
             return JSONResponse(found, status_code=code, headers=error.headers)

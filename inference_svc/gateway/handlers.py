@@ -25,6 +25,7 @@ from inference_svc.gateway.answer_services import AnswerServices
 from inference_svc.gateway.anthropic_api.count_tokens import CountTokens
 from inference_svc.gateway.anthropic_api.messages_handler import MessagesHandler
 from inference_svc.gateway.anthropic_api.messages_request import MessagesRequest
+from inference_svc.gateway.anthropic_api.model_list import model_response, models_response
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.cache_hints import ReleaseBody, release_session
@@ -92,13 +93,14 @@ class GatewayHandlers:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._models.entries(self.router.alive)})
+        return models_response(request, self._models.entries(self.router.alive))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
             raise UnknownModel("name a model", param="model")
-        return JSONResponse(openai_fields.model(self._models.worker(name).model, name, self.router.started))
+        found = openai_fields.model(self._models.worker(name).model, name, self.router.started)
+        return model_response(request, found)
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_tokenize)

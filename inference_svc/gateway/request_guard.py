@@ -11,8 +11,8 @@ from inference_svc.gateway.anthropic_api.error_envelope import (
     MESSAGES_PATH,
     REQUEST_ID,
     envelope,
-    is_messages_path,
     request_id_of,
+    uses_messages_format,
 )
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.connection_limits import RESERVED
@@ -48,7 +48,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        request_id = request_id_of(scope) if is_messages_path(path) else ""
+        request_id = request_id_of(scope) if uses_messages_format(scope) else ""
         log_line().add(id=request_id)
 
         async def counted(message: Message) -> None:
@@ -87,7 +87,7 @@ class RequestGuard:
     def _refused(self, scope: Scope, reason: str, message: str, status: int) -> JSONResponse:
         self._metrics.refused.labels(reason).inc()
         log_line().add(refused=reason)
-        if is_messages_path(scope["path"]):
+        if uses_messages_format(scope):
             return JSONResponse(envelope(message, status, request_id_of(scope)), status_code=status)
         kind, code = _CODES[status]
         body = {"error": {"message": message, "type": kind, "param": None, "code": code}}

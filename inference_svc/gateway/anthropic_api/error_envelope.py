@@ -12,7 +12,7 @@ from kvsidecar.errors import KVSidecarError, status_of
 from inference_svc.gateway.openai_writer import error_event, error_response
 from inference_svc.gateway.server_sent_events import encode_event
 
-MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+MESSAGES_PATH, COUNT_PATH, MODELS_PATH = "/v1/messages", "/v1/messages/count_tokens", "/v1/models"
 REQUEST_ID = "request-id"
 # HTTP codes that differ from the codes of OpenAI's paths. Anthropic's clients retry after 529.
 _CODES = {"OVERLOADED": 529, "REQUEST_TOO_LARGE": 413}
@@ -31,6 +31,17 @@ _TYPES = {
 def is_messages_path(path: str) -> bool:
     """Return whether errors at this path have Anthropic's format."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def uses_messages_format(scope: MutableMapping[str, Any]) -> bool:
+    """Return whether a request is answered in Anthropic's format.
+
+    Both protocols list models at the same path; Anthropic's clients name a version there.
+    """
+    path: str = scope["path"]
+    if path == MODELS_PATH or path.startswith(MODELS_PATH + "/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return is_messages_path(path)
 
 
 def request_id_of(scope: MutableMapping[str, Any]) -> str:
@@ -52,8 +63,8 @@ def messages_error_response(error: KVSidecarError, request_id: str) -> JSONRespo
 
 
 def error_response_for(scope: MutableMapping[str, Any], error: KVSidecarError) -> JSONResponse:
-    """Return an error in the format of the request's path, Anthropic's or OpenAI's."""
-    if is_messages_path(scope["path"]):
+    """Return an error in the format of the request, Anthropic's or OpenAI's."""
+    if uses_messages_format(scope):
         return messages_error_response(error, request_id_of(scope))
     return error_response(error)
 

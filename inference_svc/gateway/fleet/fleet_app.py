@@ -27,6 +27,7 @@ from kvsidecar.errors import (
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
+from inference_svc.gateway.anthropic_api.model_list import model_response, models_response
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
@@ -140,7 +141,7 @@ class FleetHandlers:
         return min(self.discovery.alive, key=lambda node: node.busy + node.in_flight)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(self.discovery.models().values())})
+        return models_response(request, list(self.discovery.models().values()))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -148,7 +149,7 @@ class FleetHandlers:
         found = self.discovery.models().get(name)
         if found is None:
             raise UnknownModel("name a model", param="model")
-        return JSONResponse(found)
+        return model_response(request, found)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -320,6 +321,25 @@ def test_aliases_answer_under_the_requested_name(named: Gateway) -> None:
     assert named.client.responses.create(model="small", input="hi", max_output_tokens=1).model == "small"
     assert [model.id for model in named.client.models.list()] == ["demo", "small", "claude-*"]
     assert named.client.models.retrieve("claude-x").id == "claude-x"
+
+
+def test_anthropics_clients_list_models_in_their_format(named: Gateway) -> None:
+    with client_of(named) as client:
+        listed = client.models.list()
+        assert [(model.type, model.id, model.display_name) for model in listed] == [
+            ("model", name, name) for name in ("demo", "small", "claude-*")
+        ]
+        started = client.models.retrieve("claude-x").created_at
+        assert abs(started - datetime.datetime.now(datetime.UTC)) < datetime.timedelta(hours=1)
+        assert [model.id for model in client.models.list(limit=1)] == ["demo", "small", "claude-*"], "it pages"
+        last = client.models.list(before_id="claude-*", limit=1)
+        assert (last.data[0].id, last.has_more) == ("small", True)
+        with pytest.raises(anthropic.NotFoundError, match="'nothing' is not served") as unknown:
+            client.models.retrieve("nothing")
+        assert unknown.value.type == "not_found_error"
+        for asked, said in (({"limit": 0}, "limit is '0'; allowed are 1 to 1000"), ({"after_id": "x"}, "no model of")):
+            with pytest.raises(anthropic.BadRequestError, match=said):
+                client.models.list(**asked)  # type: ignore[arg-type]
 
 
 # ---- the client's own types -------------------------------------------------------------------------------------

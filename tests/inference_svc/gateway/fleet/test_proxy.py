@@ -177,6 +177,18 @@ async def test_models_are_found_where_they_are_served() -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
 
 
+async def test_anthropics_clients_get_models_and_errors_in_their_format() -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    async with fleet_of(Peer(served=SERVED | {"models": [{"id": "m", "created": 0}]})) as (client, _):
+        found = {"type": "model", "id": "m", "display_name": "m", "created_at": "1970-01-01T00:00:00Z"}
+        listed = await client.get("/v1/models", headers=version)
+        assert listed.json() == {"data": [found], "has_more": False, "first_id": "m", "last_id": "m"}
+        assert (await client.get("/v1/models/m", headers=version)).json() == found
+        unknown = await client.get("/v1/models/none", headers=version)
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+        assert unknown.headers["request-id"] == unknown.json()["request_id"]
+
+
 async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
     kept = Peer(responses=frozenset({"resp_1"}))
     async with fleet_of(Peer(held_tokens=900), kept) as (client, _):
