@@ -113,3 +113,13 @@ def test_a_gate_that_failed_lets_nobody_pass() -> None:
     whole.fail()
     assert not whole.failed
     whole.pass_layer(3)
+
+
+def test_a_step_waits_for_the_layer_after_the_last_loaded_one() -> None:
+    gate = LayerReadyEvent(4)
+    gate.open(1)
+    opened = threading.Timer(0.2, gate.open, (2,))
+    opened.start()
+    gate.pass_layer(1)  # a step that does not wait fails, and the engine computes it again and again
+    assert gate._ready == 2
+    opened.join()
