@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from kvsidecar.errors import InvalidRequest
 
 from inference_svc.gateway.anthropic_api.error_envelope import uses_messages_format
+from inference_svc.gateway.page_limit import page_limit
 
 _DEFAULT_LISTED, _MAX_LISTED = 20, 1000
 
@@ -42,15 +43,13 @@ def model_page(entries: Sequence[Mapping[str, Any]], asked: Mapping[str, str]) -
 
     Raises InvalidRequest.
     """
-    limit, names = asked.get("limit", str(_DEFAULT_LISTED)), [entry["id"] for entry in entries]
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_LISTED):
-        raise InvalidRequest(f"limit is {limit[:40]!r}; allowed are 1 to {_MAX_LISTED}", param="limit")
+    size, names = page_limit(asked, _DEFAULT_LISTED, _MAX_LISTED), [entry["id"] for entry in entries]
     for name in ("after_id", "before_id"):
         if name in asked and asked[name] not in names:
             raise InvalidRequest(f"{name} is {asked[name][:80]!r}, which is no model of this list", param=name)
     start = names.index(asked["after_id"]) + 1 if "after_id" in asked else 0
     end = names.index(asked["before_id"]) if "before_id" in asked else len(names)
-    size, backwards = int(limit), "before_id" in asked and "after_id" not in asked
+    backwards = "before_id" in asked and "after_id" not in asked
     at = range(max(start, end - size), end) if backwards else range(start, min(end, start + size))
     data = [model_info(entries[i]) for i in at]
     return {

@@ -18,6 +18,7 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.chat_messages import TextAlone
+from inference_svc.gateway.page_limit import page_limit
 from inference_svc.gateway.responses_api.background_responses import BackgroundResponses
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
 from inference_svc.gateway.responses_api.input_items import Item, listed, to_messages
@@ -161,9 +162,8 @@ class StoredResponseRoutes:
 def _page(request: Request, items: bytes) -> Response:
     """Return a page of items by the query's ``limit``, ``order`` and ``after``. Raises InvalidRequest."""
     asked = request.query_params
-    limit, order, after = asked.get("limit", str(_DEFAULT_LISTED)), asked.get("order", "desc"), asked.get("after")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_LISTED):
-        raise InvalidRequest(f"limit is {limit[:40]!r}; allowed are 1 to {_MAX_LISTED}", param="limit")
+    limit = page_limit(asked, _DEFAULT_LISTED, _MAX_LISTED)
+    order, after = asked.get("order", "desc"), asked.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:40]!r}; allowed are asc and desc", param="order")
     found: list[dict[str, Any]] = json.loads(items)
@@ -174,7 +174,7 @@ def _page(request: Request, items: bytes) -> Response:
         if not places:
             raise InvalidRequest(f"after is {after[:80]!r}, which is no item of this list", param="after")
         found = found[places[0] + 1 :]
-    return JSONResponse(_listing(found[: int(limit)], len(found) > int(limit)))
+    return JSONResponse(_listing(found[:limit], len(found) > limit))
 
 
 def _listing(items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
