@@ -3,8 +3,8 @@
 ``kept_ratio`` is the share of reused tokens among the tokens that repair does not compute again. ``ttft_ratio`` is the
 fastest TTFT over all orders divided by the fastest TTFT without the cache. All orders need the same work, so the
 fastest one is disturbed least. ``cost`` is the expected work as a share of a prefill: the uncached tokens, the
-selector's share of the relocated tokens, and the question's pass over the stored keys. ``ttft_over_cost_without_
-question`` leaves the pass out.
+selector's share of the relocated tokens, and the question's pass over the stored keys. The column
+``ttft_over_cost_without_question`` leaves the pass out.
 
 ``agreement`` is defined as in a verification: for each token of a full prefill's greedy answer, a prompt that ends
 before it is answered with reuse, and its likeliest token is compared. ``equal_first_tokens`` counts only the first

@@ -130,5 +130,6 @@ def test_banks_grow_without_a_wait_for_kernels(device: SimulatedDevice, monkeypa
         lane = transfer._lanes.get_nowait()
         sizes += [bank.size_bytes for bank in lane.banks]
         transfer._lanes.put(lane)
+    assert all(0 < size < BANK_BYTES for size in sizes[-2:])
     assert 0 < sizes[0] < sizes[2] <= sizes[4] < BANK_BYTES, sizes
     device.synchronize()
