@@ -11,6 +11,7 @@ import torch
 from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for, supports
 from kvkernels.device.visible_devices import device_of, has_cuda
+from torch import Tensor
 
 _REPLAYS = 10
 _FAKE_PARTS = {
@@ -46,6 +47,10 @@ class GpuDevice:
         if chosen.kernels is None:
             raise RuntimeError(f"our kernels cannot be used: {chosen.why}")
         return chosen.kernels
+
+    def extended(self, strips: int, device_bytes: int, host_bytes: int) -> Tensor:
+        """Allocate strips that begin in device memory and end in host memory."""
+        return device_of(self.torch).extended(strips, device_bytes, host_bytes)
 
     def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
         """Return the times of the calls, which are replayed as one CUDA graph after a warm-up."""
@@ -87,6 +92,10 @@ class FakeDevice:
 
         FakeDriver().run_kernels_with(library()._c.kvk_launch)
         return CubinModule([b"any"], 0)
+
+    def extended(self, strips: int, device_bytes: int, host_bytes: int) -> Tensor:
+        """Allocate such strips in host memory only."""
+        return torch.empty(strips, device_bytes + host_bytes, dtype=torch.uint8)
 
     def times_us(self, calls: Sequence[Callable[[], Any]]) -> list[float]:
         """Return the calls' times on the CPU, which say nothing about a GPU."""

@@ -26,6 +26,7 @@ from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.kernel_errors import largest
 from benchmarks.first_contact.row import RowFile
 from benchmarks.node import Node
+from inference_svc.kv_pool.host_overflow import HostOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.cuda_attention import CudaAttention
 from inference_svc.model_runner.cuda_graphs import CudaGraphs, DeviceRecorder
@@ -65,10 +66,11 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
     with ThreadPoolExecutor(len(arenas)) as threads:
         for model in device.models:
             list(threads.map(partial(check, model), arenas))
-    try:
-        _check_steps(device, rows)
-    except Exception as error:
-        rows.raised("fused layers and graphs", error)
+    for case, check_steps in (("fused layers and graphs", _check_steps), ("keys in host memory", _check_overflow)):
+        try:
+            check_steps(device, rows)
+        except Exception as error:
+            rows.raised(case, error)
 
 
 def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, flags: dict[str, str]) -> None:
@@ -166,11 +168,18 @@ class _PromptSteps:
 
     LENGTHS = (5, 70, 33)
 
-    def __init__(self, device: ContactDevice, model: LoadedModel, decoder: Decoder) -> None:
+    def __init__(self, device: ContactDevice, model: LoadedModel, decoder: Decoder, in_overflow: bool = False) -> None:
+        """Prefill the prompts; their keys and values are in device memory, or in the pool's overflow."""
         self.decoder, self._device = decoder, model.device
-        self.pool = KVPool(model.layers, model.kv_heads, model.head_dim, 2048, model.dtype, model.device)
+        shape = model.layers, model.kv_heads, model.head_dim
+        overflow = HostOverflow(device.extended, *shape, 2048, 2048, model.dtype) if in_overflow else None
+        self.pool = KVPool(*shape, 2048, model.dtype, model.device, (), overflow)
         self.pool.native = CudaAttention(device.kernels)
-        self._tables = [self.pool.allocate(100) for _ in self.LENGTHS]
+        allocate = self.pool.allocate_overflow if in_overflow else self.pool.allocate
+        self._tables = [allocate(100) for _ in self.LENGTHS]
+        for table in self._tables:
+            assert table is not None
+            self.pool.reserve_overflow(table, 0, 100)
         self.prefilled = torch.cat([self._computed([self._slice(i, self._ids(i), 0)]) for i in range(3)])
 
     def spans(self, chosen: Sequence[int], step: int = 0) -> list[SequenceSlice]:
@@ -180,6 +189,10 @@ class _PromptSteps:
     def eager(self, spans: list[SequenceSlice]) -> Tensor:
         """Compute log probabilities ``[spans, vocabulary]`` without a graph."""
         return self._computed(spans)
+
+    def results(self) -> list[Tensor]:
+        """Return the log probabilities of the prefills, and of a decode step of all prompts."""
+        return [self.prefilled, self.eager(self.spans((0, 1, 2)))]
 
     def noise(self) -> float:
         """Return by how much a step differs from the same step beside other prompts."""
@@ -197,6 +210,10 @@ class _PromptSteps:
         return log_probabilities(self.decoder(build_batch(spans, self.pool, self._device)))
 
 
+def _error(wanted: list[Tensor], found: list[Tensor]) -> float:
+    return largest(*(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)))
+
+
 def log_probabilities(logits: Tensor) -> Tensor:
     return logits.double().log_softmax(-1)
 
@@ -209,14 +226,11 @@ def _check_steps(device: ContactDevice, rows: RowFile) -> None:
     model = _loaded(device)
     own = _PromptSteps(device, model, Decoder(model, fuse=False))
     limit = max(2 * own.noise(), 2 * _FLOOR)
-    wanted = [own.prefilled, own.eager(own.spans((0, 1, 2)))]
-    steps = own
+    wanted, steps = own.results(), own
     if isinstance(device, GpuDevice):  # on a CPU, the fused layers are other ones
         steps = _PromptSteps(device, model, Decoder(model))
-        found = [steps.prefilled, steps.eager(steps.spans((0, 1, 2)))]
-        error = max(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True))
         # Own layers round after each operation, fused layers once: both differ from the exact result.
-        rows.within("fused layers = the model's layers, log probabilities", error, 2 * limit)
+        rows.within("fused layers = the model's layers, log probabilities", _error(wanted, steps.results()), 2 * limit)
     recorder = DeviceRecorder(device_of(model.device)) if isinstance(device, GpuDevice) else _EagerRecorder()
     graphs, limit = CudaGraphs(steps.decoder, steps.pool, recorder, 8), max(2 * steps.noise(), 2 * _FLOOR)
     errors: list[float] = []
@@ -228,3 +242,12 @@ def _check_steps(device: ContactDevice, rows: RowFile) -> None:
             return
         errors.append(float((log_probabilities(recorded) - eager).abs().max()))
     rows.within("graphs = eager, log probabilities", largest(*errors), limit)
+
+
+def _check_overflow(device: ContactDevice, rows: RowFile) -> None:
+    """Compare prefills and a decode step with keys and values in host memory with the same in device memory."""
+    model = _loaded(device)
+    steps = _PromptSteps(device, model, Decoder(model))
+    apart = _PromptSteps(device, model, steps.decoder, in_overflow=True)
+    limit = max(2 * steps.noise(), 2 * _FLOOR)
+    rows.within("keys in host memory = in device memory", _error(steps.results(), apart.results()), limit)

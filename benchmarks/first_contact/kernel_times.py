@@ -18,6 +18,7 @@ from kvkernels import awq_layout
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
 from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
+from kvkernels.device.device_port import DeviceLacks
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
@@ -95,6 +96,10 @@ def measure_kernels(device: ContactDevice, rows: RowFile) -> None:
     _packing(device, times, sizes.layers)
     for size in sizes.linear:
         _products(device, times, size)
+    try:
+        _decode_beyond_the_pool(device, times, sizes.decode[0][1])
+    except DeviceLacks as error:
+        rows.raised("keys in host memory", error)
     compared = [row for row in rows.read() if row.speedup is not None and not row.reference.startswith("bound")]
     slower = sum(1 for row in compared if row.speedup is not None and row.speedup < 1)
     rows.measured("slower than torch", f"{slower} of {len(compared)} rows")
@@ -178,6 +183,27 @@ def _decode(device: ContactDevice, times: KernelTimes, batch: int, keys: int) ->
         },
         2.0 * kv[0][0].nbytes,
         4.0 * batch * keys * HEADS * DIM,
+    )
+
+
+def _decode_beyond_the_pool(device: ContactDevice, times: KernelTimes, keys: int) -> None:
+    """Measure decode over keys in host memory, against a copy of them to device memory."""
+    own, q = 256, _random(device, 1, HEADS, DIM)
+    strips = [device.extended(KV_HEADS, own * DIM * 2, keys * DIM * 2).view(torch.bfloat16) for _ in range(2)]
+    k, v = (each.view(KV_HEADS, own + keys, DIM).zero_() for each in strips)
+    rows = AttentionRows(_int32(device, 0, 1), _int32(device, keys), None, 1, keys)
+    source, copies = PagedKV(k, v, _int32(device, own)), [_random(device, KV_HEADS, keys, DIM) for _ in range(2)]
+
+    def copy() -> None:
+        for target, strip in zip(copies, (k, v), strict=True):
+            target.copy_(strip[:, own:])
+
+    times.compare(
+        f"attention, decode of 1 over {keys} keys in host memory",
+        [lambda: attend(device.kernels, q, source, rows, DIM**-0.5)],
+        {"copy over the link": [copy]},
+        2.0 * copies[0].nbytes,
+        4.0 * keys * HEADS * DIM,
     )
 
 

@@ -12,13 +12,13 @@ from kvsidecar.range_allocator import RangeAllocator
 from numpy.typing import NDArray
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS, UNMAPPED, BlockTable
-from inference_svc.kv_pool.disk_overflow import DiskOverflow
+from inference_svc.kv_pool.overflow import Overflow
 
 
 class BlockAllocator:
-    """Free and referenced blocks of a pool of ``pages`` blocks, and of its disk overflow."""
+    """Free and referenced blocks of a pool of ``pages`` blocks, and of its overflow."""
 
-    def __init__(self, pages: int, overflow: DiskOverflow | None = None) -> None:
+    def __init__(self, pages: int, overflow: Overflow | None = None) -> None:
         self.pages, self.overflow = pages, overflow
         self._extents = RangeAllocator(pages)
         self._apart = None if overflow is None else RangeAllocator(overflow.pages)
@@ -32,6 +32,11 @@ class BlockAllocator:
     @property
     def overflow_pages(self) -> int:
         return 0 if self.overflow is None else self.overflow.pages
+
+    @property
+    def first_overflow_slot(self) -> int:
+        """First slot of the overflow. All slots of other blocks are before it."""
+        return self._first_apart * PAGE_TOKENS
 
     @property
     def free_overflow_pages(self) -> int:
@@ -49,7 +54,7 @@ class BlockAllocator:
         return table
 
     def allocate_overflow(self, tokens: int) -> BlockTable | None:
-        """Allocates overflow blocks for ``tokens`` tokens; None if too few are free. Allocates no space on the disk."""
+        """Allocates overflow blocks for ``tokens`` tokens; None if too few are free. Allocates no memory."""
         table = BlockTable(in_overflow=True)
         pages = -(-tokens // PAGE_TOKENS)
         if pages > self.free_overflow_pages:
@@ -62,15 +67,15 @@ class BlockAllocator:
         table = BlockTable()
         return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
 
-    def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
-        """Allocates disk blocks for tokens ``start`` to ``end`` of a table in the overflow. Raises OverflowFailed."""
+    def reserve_overflow(self, table: BlockTable, start: int, end: int) -> None:
+        """Makes tokens ``start`` to ``end`` of a table in the overflow writable. Raises OverflowFailed."""
         if self.overflow is None or not table.in_overflow:
             return
         first, last = start // PAGE_TOKENS, -(-end // PAGE_TOKENS)
         for page, pages in table.ranges:
             a, b = max(first, 0), min(last, pages)
             if a < b and page != UNMAPPED:
-                self.overflow.reserve_disk(page + a, b - a)
+                self.overflow.reserve(page + a, b - a)
             first, last = first - pages, last - pages
 
     def share(self, table: BlockTable, tokens: int) -> BlockTable:

@@ -7,7 +7,7 @@ which parts of the file are in memory. Under memory pressure, including the limi
 parts.
 
 The file has no name, so the system removes it when the process ends. Only KV blocks in use have disk blocks.
-``reserve_disk`` allocates disk blocks (``fallocate``) before any write, so that a full disk is an error and not a
+``reserve`` allocates disk blocks (``fallocate``) before any write, so that a full disk is an error and not a
 SIGBUS. ``release`` frees the disk blocks; the KV blocks then read as zeros.
 """
 
@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 import structlog
 import torch
@@ -45,6 +46,8 @@ class DiskOverflow:
     have the pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages`` blocks are in memory,
     followed by padding. The file has ``pages`` blocks, from block ``first_page`` on.
     """
+
+    zeroes_released: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class DiskOverflow:
         """Number of KV blocks that have disk blocks now."""
         return len(self._users) * self._group
 
-    def reserve_disk(self, page: int, pages: int) -> None:
+    def reserve(self, page: int, pages: int) -> None:
         """Allocates disk blocks for KV blocks before they are written.
 
         Raises OverflowFailed if the disk is full; then no KV block gets disk blocks.

@@ -4,8 +4,8 @@ A block has ``PAGE_TOKENS`` token slots; identifiers call it a page. A sequence 
 one is free, because torch's attention reads a contiguous range in place and must gather scattered blocks. Our kernels
 read scattered blocks directly. The block after the last one is for padding rows.
 
-The pool may have a disk overflow (``overflow``) for sequences larger than the pool. All blocks of such a sequence are
-in the overflow; other sequences have no blocks there.
+The pool may have an overflow for sequences larger than the pool: on disk for a CPU, in host memory for a device. All
+blocks of such a sequence are in the overflow; other sequences have no blocks there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from inference_svc.kv_pool.block_allocator import BlockAllocator, zero_runs
 from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, BlockTable
-from inference_svc.kv_pool.disk_overflow import DiskOverflow
+from inference_svc.kv_pool.overflow import Overflow
 from inference_svc.kv_pool.zeroed_tensors import populate, zeros
 
 # Blocks behind a sliding window are freed in units of this many tokens. Our kernels read keys in units of 64 and must
@@ -60,7 +60,7 @@ class KVPool(BlockAllocator):
         dtype: torch.dtype,
         device: torch.device,
         windows: Sequence[int | None] = (),
-        overflow: DiskOverflow | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         """Allocates the keys and values, or uses the tensors of an ``overflow``.
 
@@ -78,15 +78,15 @@ class KVPool(BlockAllocator):
         self.padding_slot = self.pages * PAGE_TOKENS
         end = self.padding_slot + KEY_BLOCK
         shape = (layers, kv_heads, end, head_dim)
-        if device.type != "cpu":
-            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-            return
-        if overflow is None:
-            self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
-        else:
+        if overflow is not None:
             self.keys, self.values = overflow.keys, overflow.values
-        # A thread makes the memory pages resident before requests need them, so that the start does not wait.
-        populate([head for tensor in (self.keys, self.values) for layer in tensor for head in layer[:, :end]])
+        elif device.type != "cpu":
+            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        else:
+            self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
+        if device.type == "cpu":
+            # A thread makes the memory pages resident before requests need them, so that the start does not wait.
+            populate([head for tensor in (self.keys, self.values) for layer in tensor for head in layer[:, :end]])
 
     @cached_property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -168,9 +168,11 @@ class KVPool(BlockAllocator):
         """Zeroes the blocks to which only this table refers.
 
         Freed blocks must be finite: attention reads behind a sequence's end and multiplies these values by zero, and
-        NaN times zero is NaN. Overflow blocks read as zeros after their release.
+        NaN times zero is NaN.
         """
-        for page, pages in [] if table.in_overflow else table.mapped_ranges:
+        if table.in_overflow and self.overflow is not None and self.overflow.zeroes_released:
+            return
+        for page, pages in table.mapped_ranges:
             for first, length in zero_runs(self._references[page : page + pages] - 1):
                 self.zero_range((page + first) * PAGE_TOKENS, length * PAGE_TOKENS)
 

@@ -138,14 +138,14 @@ class PrefixCache:
         self._drop(key)
         return True
 
-    def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
-        """Allocates disk blocks with ``KVPool.reserve_disk``.
+    def reserve_overflow(self, table: BlockTable, start: int, end: int) -> None:
+        """Makes tokens writable with ``KVPool.reserve_overflow``.
 
-        While the disk is full, evicts entries in the overflow. Raises OverflowFailed when no entry is left.
+        While there is no space, evicts entries in the overflow. Raises OverflowFailed when no entry is left.
         """
         while True:
             try:
-                return self._pool.reserve_disk(table, start, end)
+                return self._pool.reserve_overflow(table, start, end)
             except OverflowFailed:
                 if not self.evict(in_overflow=True):
                     raise

@@ -2,12 +2,16 @@
 
 One launch computes all sequences, and reads keys in place from scattered blocks of the pool. PyTorch's FlashAttention-2
 computes long parts of prompts, for which it is 1.5 to 3 times as fast on an H200.
+
+Keys of the overflow are in host memory. A kernel with few rows reads them there, once. For more rows it would read them
+several times over the link, so each layer's keys and values are copied to device memory first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import structlog
@@ -22,12 +26,14 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.engine_lost import check_device
-from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch
+from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch, Segment
 
 KINDS = ("decode", "prefill", "scattered")
 # PyTorch's kernel takes one sequence, so calls for short parts of many prompts cost more than our one launch.
 LIBRARY_ROWS = 128
 _TRIAL_ROWS, _TRIAL_KEYS = LIBRARY_ROWS, 320
+# With more rows than this, keys in host memory are copied first.
+_IN_PLACE_ROWS = 8
 _TOLERANCE = 0.02  # of the largest value; a wrong mask or layout is off by more than 0.5
 
 LibraryFn = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -55,12 +61,17 @@ class CudaAttention:
         """Computes a layer's attention of ``query [rows, heads, dim]``, which may have padding rows. Same shape."""
         if self.library is not None and window is None and softcap is None and _has_long_parts(batch):
             return self._attend_by_library(self.library, query, batch, layer, scale)
-        if batch.index is None:
+        if not batch.index:
             batch.index = build_index(batch)
-        index = batch.index
-        source = PagedKV(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
-        real = query[: batch.real].contiguous()
-        found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
+        real, parts = query[: batch.real].contiguous(), []
+        for part, after in zip_longest(batch.index, batch.index[1:]):
+            rows = real[part.first_row : after.first_row if after else None]
+            keys, values = batch.pool.keys[layer], batch.pool.values[layer]
+            if part.copied is not None:
+                keys, values = keys[:, part.copied].contiguous(), values[:, part.copied].contiguous()
+            source = PagedKV(keys, values, part.first_slot, part.pages)
+            parts.append(attend(self.kernels, rows, source, part.rows, scale, window or 0, softcap or 0.0)[0])
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(found) == len(query):
             return found
         # Zeros: padding rows belong to no sequence, and their output must be finite.
@@ -76,7 +87,10 @@ class CudaAttention:
             assert segment.first_slot is not None
             rows = slice(segment.first_row, segment.first_row + segment.rows)
             at = slice(segment.first_slot, segment.first_slot + segment.keys)
-            found = library(query[rows].transpose(0, 1)[None], keys[None, :, at], values[None, :, at], scale)
+            k, v = keys[:, at], values[:, at]
+            if _is_copied(segment, batch.pool):
+                k, v = k.contiguous(), v.contiguous()
+            found = library(query[rows].transpose(0, 1)[None], k[None], v[None], scale)
             out[rows] = found[0].transpose(0, 1)
         out[batch.real :] = 0  # padding rows belong to no sequence, and their output must be finite
         return out
@@ -96,26 +110,49 @@ def kind_of(batch: ForwardBatch) -> str:
     return "decode" if all(s.rows == 1 for s in batch.segments) else "prefill"
 
 
-def build_index(batch: ForwardBatch) -> CudaIndex:
+def _is_copied(segment: Segment, pool: KVPool) -> bool:
+    """True if a segment's keys and values are copied from host memory before each layer's attention."""
+    first = segment.first_slot
+    return first is not None and first >= pool.first_overflow_slot and segment.rows > _IN_PLACE_ROWS
+
+
+def build_index(batch: ForwardBatch) -> tuple[CudaIndex, ...]:
     """Describes a batch to the kernels, which see each segment as a sequence.
+
+    A segment whose keys are copied is a part of its own.
+    """
+    parts: list[list[Segment]] = []
+    for segment in batch.segments:
+        if parts and not _is_copied(segment, batch.pool) and not _is_copied(parts[-1][0], batch.pool):
+            parts[-1].append(segment)
+        else:
+            parts.append([segment])
+    return tuple(_index_of(batch, part) for part in parts)
+
+
+def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
+    """Describes consecutive segments of a batch.
 
     If the keys of some segment are not contiguous, each key is listed by its slot, as a kernel page of one token.
     """
-    device, segments = batch.tokens.device, batch.segments
+    device, start, end = batch.tokens.device, segments[0].first_row, segments[-1].first_row + segments[-1].rows
 
     def int32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     at = AttentionRows(
-        qo_indptr=int32([*(s.first_row for s in segments), batch.real]),
+        qo_indptr=int32([*(s.first_row - start for s in segments), end - start]),
         kv_lens=int32([s.keys for s in segments]),
-        positions=batch.positions[: batch.real].to(torch.int32),
+        positions=batch.positions[start:end].to(torch.int32),
         max_q_len=max(s.rows for s in segments),
         max_kv_len=max(s.keys for s in segments),
     )
     first = [s.first_slot for s in segments]
+    if _is_copied(segments[0], batch.pool):
+        assert first[0] is not None
+        return CudaIndex(at, int32([0]), None, start, slice(first[0], first[0] + segments[0].keys))
     if None not in first:
-        return CudaIndex(at, int32([f for f in first if f is not None]), None)
+        return CudaIndex(at, int32([f for f in first if f is not None]), None, start)
     pages = torch.zeros(len(segments), at.max_kv_len, dtype=torch.int32, device=device)
     for line, segment in zip(pages, segments, strict=True):
         if segment.slots is not None:
@@ -123,7 +160,7 @@ def build_index(batch: ForwardBatch) -> CudaIndex:
         elif segment.first_slot is not None:
             there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
             line[: segment.keys] = there.clamp_min(0)  # released keys are behind the window: the kernel skips them
-    return CudaIndex(at, None, pages)
+    return CudaIndex(at, None, pages, start)
 
 
 def make_cuda_attention(

@@ -63,6 +63,7 @@ class _CapturedStep:
         tokens, positions, slots = self._wide.device.unbind()
         at, key_count, first_slot = self._narrow.device.unbind()
         starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        rows_of = AttentionRows(starts, key_count, at, max_q_len=1, max_kv_len=most_keys)
         self._batch = ForwardBatch(
             tokens=tokens,
             positions=positions,
@@ -73,7 +74,7 @@ class _CapturedStep:
             real=sequences,
             pool=pool,
             contiguous_slots=None,
-            index=CudaIndex(AttentionRows(starts, key_count, at, max_q_len=1, max_kv_len=most_keys), first_slot, None),
+            index=(CudaIndex(rows_of, first_slot, None),),
         )
         self._replay: Step | None = None
 

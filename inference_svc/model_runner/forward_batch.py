@@ -142,11 +142,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class CudaIndex:
-    """Rows and key locations of a batch on a CUDA device; the same for all layers."""
+    """Rows and key locations of a batch, or of a part of it, on a CUDA device; the same for all layers.
+
+    ``first_row`` is the batch's row of ``rows``' first query. ``copied`` is the range of slots whose keys and values
+    are copied to device memory before each layer's attention, which then sees the copy.
+    """
 
     rows: AttentionRows
     first_slot: Tensor | None
     pages: Tensor | None
+    first_row: int = 0
+    copied: slice | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ class ForwardBatch:
     project_only: bool = False  # the layer ends when its keys and values are written
     observer: AttentionObserver | None = None
     # Inputs of our CUDA kernels and of our CPU kernel, made at their first use.
-    index: CudaIndex | None = None
+    index: tuple[CudaIndex, ...] = ()
     attention: Attention | None = None
     gates: tuple[LayerReadyEvent, ...] = ()
     adapted: tuple[LoraRows, ...] = ()
@@ -294,7 +300,7 @@ def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
         real=batch.wanted,
         contiguous_slots=None,
         copies=None,  # the layer's projections have already written them
-        index=None,
+        index=(),
         attention=None,
         adapted=_adapted(segments, batch.wanted),
     )

@@ -229,7 +229,7 @@ class Admission:
                 self._pool.free(table)
                 sequence.kv.detach()
                 return False
-            self._prefix_cache.reserve_disk(table, source.tokens, len(sequence.tokens) + LOOKAHEAD_TOKENS)
+            self._prefix_cache.reserve_overflow(table, source.tokens, len(sequence.tokens) + LOOKAHEAD_TOKENS)
             self._blocks.begin(sequence, source)
             return True
         if cached is not None:
@@ -240,7 +240,7 @@ class Admission:
         if found is None:
             return False
         sequence.kv.attach(found)
-        self._prefix_cache.reserve_disk(found, 0, len(sequence.tokens) + LOOKAHEAD_TOKENS)
+        self._prefix_cache.reserve_overflow(found, 0, len(sequence.tokens) + LOOKAHEAD_TOKENS)
         if source.tokens and source.table.ranges:  # no ranges: the loop above evicted the source
             self._blocks.copy_across(found, sequence, source)
         return True

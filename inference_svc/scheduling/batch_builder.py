@@ -109,7 +109,7 @@ class BatchBuilder:
                     batch.preempted.append(sequence)
                 continue
             try:
-                services.prefix_cache.reserve_disk(kv.table, kv.num_computed, end + LOOKAHEAD_TOKENS)
+                services.prefix_cache.reserve_overflow(kv.table, kv.num_computed, end + LOOKAHEAD_TOKENS)
             except OverflowFailed as error:
                 batch.failed.append((sequence, error))
                 continue

@@ -8,11 +8,11 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.overflow import Overflow
 from inference_svc.model_runner.cuda_attention import find_library_attention, make_cuda_attention
 from inference_svc.models.loader import LoadedModel
-from inference_svc.server.overflow_dir import open_overflow
+from inference_svc.server.overflow_builder import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tensor_parallel.parallel_decoder import ParallelKVPool
 from inference_svc.tensor_parallel.rank_processes import RankProcesses
@@ -37,7 +37,7 @@ def build_pool(config: WorkerConfig, loaded: LoadedModel, ranks: RankProcesses |
 
 
 def new_pool(
-    loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None, ranks: RankProcesses | None = None
+    loaded: LoadedModel, tokens: int, overflow: Overflow | None = None, ranks: RankProcesses | None = None
 ) -> KVPool:
     """Build a pool of ``tokens`` tokens, with the attention kernels of its device."""
     shape, windows = (loaded.layers, loaded.kv_heads, loaded.head_dim), loaded.windows

@@ -75,11 +75,12 @@ class ModelSettings(BaseSettings):
     pool_bytes: int = 2 << 30
     """Size of the KV pool of a worker."""
     overflow_bytes: int | Literal["auto"] = "auto"
-    """Disk overflow for requests larger than the pool, on a CPU: auto (as much as the model's longest context needs, at
-    most a quarter of the free disk space), a size, or 0 for none. Space is allocated when it is needed; a request in
-    the overflow is slower, because its blocks are read from disk."""
+    """Overflow for requests larger than the pool: on disk for a CPU, in host memory for a GPU. A size, 0 for none, or
+    auto: on a CPU as much as the model's longest context needs, at most a quarter of the free disk space; on a GPU
+    none. Space is taken when it is needed. A request in the overflow is slower, because each step reads its blocks from
+    disk, or over the GPU's link."""
     overflow_dir: Path = Field(default_factory=lambda: default_data_dir() / "overflow")
-    """Folder of the disk overflow, on a disk and not in memory. Its files have no name, and vanish with the worker."""
+    """Folder of a CPU's overflow, on a disk and not in memory. Its files have no name, and vanish with the worker."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks of each worker: processes that divide every layer of the model among them, one per GPU, or on a CPU by
     cores. pool_bytes and cores are divided, too. Layer streaming, draft models, adapters and reuse_anywhere need 1."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkernels.device.cuda_graph_recorder import CudaGraphRecorder
 from kvkernels.device.device_port import DeviceFacts, Event, Step, Stream, check_copy
+from kvkernels.device.managed_memory import ManagedMemory
 
 
 class CudaEvent:
@@ -106,6 +107,20 @@ class CudaDevice:
 
     def allocate(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch)
+
+    def extended(self, strips: int, device_bytes: int, host_bytes: int) -> Tensor:
+        size = device_bytes + host_bytes
+        if strips * device_bytes > self.free_bytes():
+            raise torch.OutOfMemoryError(
+                f"{self.torch}: {strips * device_bytes} bytes are wanted, and {self.free_bytes()} are free"
+            )
+        with self.guard():
+            torch.empty(1, device=self.torch)  # creates the context
+            memory = ManagedMemory(self.torch.index, strips * size)
+            for at in range(0, strips * size, size):
+                memory.keep_on_device(at, device_bytes)
+                memory.keep_on_host(at + device_bytes, host_bytes)
+        return torch.as_tensor(memory, device=self.torch).view(strips, size)
 
     def pinned(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)

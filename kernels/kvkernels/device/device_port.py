@@ -28,6 +28,10 @@ class DeviceFacts:
     memory_bytes: int
 
 
+class DeviceLacks(RuntimeError):
+    """A device or its driver lacks an ability that not every device has; the message names it."""
+
+
 class Event(Protocol):
     """Point in a stream's work. It may be recorded again; waiting for an event that was not recorded is an error."""
 
@@ -101,6 +105,15 @@ class Device(Protocol):
 
         The memory is freed with its last reference, in the order of the stream that was current at the allocation.
         Before dropping the last reference, the caller must order that stream after all uses on other streams. Raises
+        torch.OutOfMemoryError.
+        """
+        ...
+
+    def extended(self, strips: int, device_bytes: int, host_bytes: int) -> Tensor:
+        """Allocate strips that begin in device memory and end in host memory, uint8 ``[strips, bytes of a strip]``.
+
+        The device reads and writes both parts in place, the ``host_bytes`` of a strip over its link. The contents are
+        any. Host memory is taken by the first write. Freed like the memory of ``allocate``. Raises DeviceLacks,
         torch.OutOfMemoryError.
         """
         ...

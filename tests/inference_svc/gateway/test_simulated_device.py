@@ -143,6 +143,24 @@ def test_options_change_no_answer_on_a_device(cpu: Served, flags: dict[str, Any]
         assert answer(served.chat(chat)) == answer(miss)
 
 
+def test_a_context_beyond_the_pool_is_answered_as_on_the_cpu(cpu: Served) -> None:
+    """Prompts of four times the pool, with chunks that are loaded to the overflow and saved from it."""
+    chat = [{"role": "user", "content": TEXT * 24}]
+    miss = cpu.chat(chat)
+    assert miss["usage"]["prompt_tokens"] > 4 * 256
+    small = {"pool_bytes": 256 * 6144, "overflow_bytes": "32MiB"}
+    for served in served_by(DeviceNode, **small):
+        cold = served.chat(chat)
+        assert answer(cold)[0] == answer(miss)[0]
+        assert answer(cold)[1] == pytest.approx(answer(miss)[1], abs=1e-4)
+        served.node.settle()
+        served.node.restart_worker(0)
+        hit = served.chat(chat)
+        assert cached(hit) == hit["usage"]["prompt_tokens"] - 1
+        assert answer(hit) == answer(cold)
+        assert answer(served.chat(CHATS[1]))[0] == answer(cpu.chat(CHATS[1]))[0]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("smollm2")
 def test_a_real_model_answers_as_on_the_cpu() -> None:

@@ -26,7 +26,7 @@ from inference_svc.scheduling.admission import Admission
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
 from inference_svc.sequence.kv_connector import NullKVConnector
-from inference_svc.server.overflow_dir import open_overflow
+from inference_svc.server.overflow_builder import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.kv_pool.test_disk_overflow import BEYOND, LONG, METADATA, POOL, on_disk
 from tests.inference_svc.server.test_load import Request
@@ -42,7 +42,7 @@ def test_memory_and_file_are_one_tensor(tmp_path: Path, head_dim: int, dtype: to
     assert inside is not None
     assert apart is not None
     assert on_disk(pool) <= METADATA, "nothing is taken before it is needed"
-    pool.reserve_disk(apart, 0, 100)
+    pool.reserve_overflow(apart, 0, 100)
     assert on_disk(pool) >= beyond.backed_pages * 12 * 32 * head_dim * dtype.itemsize >= 4 * 12 * 32 * head_dim
     there, here = torch.from_numpy(apart.slots(0, 100)), torch.from_numpy(inside.slots(0, 100))
     drawn = torch.randn(3, 2, 100, head_dim).to(dtype)
@@ -77,8 +77,8 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
     one, other = pool.allocate_overflow(256), pool.allocate_overflow(256)
     assert one is not None
     assert other is not None
-    pool.reserve_disk(one, 0, 256)
-    pool.reserve_disk(other, 0, 256)
+    pool.reserve_overflow(one, 0, 256)
+    pool.reserve_overflow(other, 0, 256)
     mine, theirs = (torch.from_numpy(table.slots(0, 256)) for table in (one, other))
     for tensor in (pool.keys, pool.values):
         tensor[:, :, mine], tensor[:, :, theirs] = torch.nan, 1.0
@@ -92,7 +92,7 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
         assert (tensor[:, :, theirs] == 1.0).all()
     again = pool.allocate_overflow(pool.free_overflow_pages * PAGE_TOKENS)
     assert again is not None, "none is lost"
-    pool.reserve_disk(again, 0, again.tokens)
+    pool.reserve_overflow(again, 0, again.tokens)
     monkeypatch.undo()
     pool.free(again)
     pool.free(other)
@@ -113,7 +113,7 @@ def test_a_full_disk_that_takes_nothing_back_either_is_still_that_requests_error
     table = pool.allocate_overflow(256)
     assert table is not None
     with pytest.raises(OverflowFailed, match="has no room for"):
-        pool.reserve_disk(table, 0, 256)
+        pool.reserve_overflow(table, 0, 256)
     assert beyond.backed_pages == 0
     pool.free(table)
     pool.check_integrity()

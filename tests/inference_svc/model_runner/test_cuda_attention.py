@@ -11,9 +11,10 @@ import transformers as t
 from kvkernels.cuda.cuda_library import KernelLaunchError
 
 from inference_svc.kv_pool.block_table import UNMAPPED, BlockTable
+from inference_svc.kv_pool.host_overflow import HostOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cuda_attention, forward_batch
-from inference_svc.model_runner.attention import register
+from inference_svc.model_runner.attention import attend_segments, register
 from inference_svc.model_runner.cuda_attention import CudaAttention, make_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.attention_windows import ATTENTION_NAME
@@ -192,3 +193,47 @@ def test_a_kernel_that_cannot_be_launched_is_left_to_torch(emulated: Emulated) -
     with structlog.testing.capture_logs() as logs:
         assert make_cuda_attention(pool, SmallCard(), heads=4, keys=64).kinds == {"prefill", "scattered"}
     assert [(line["kind"], "too many resources" in line["reason"]) for line in logs] == [("decode", True)]
+
+
+@pytest.mark.parametrize("by_library", [False, True])
+def test_a_batch_with_contexts_on_the_host_is_computed_in_parts(
+    emulated: Emulated, by_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of prompts and decode rows, in the pool and on the host. Only prompts on the host are copied."""
+    monkeypatch.setattr(cuda_attention, "LIBRARY_ROWS", 1 if by_library else 1000)
+    seen: list[bool] = []
+
+    def library(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        seen.append(keys.is_contiguous() and values.is_contiguous())
+        return by_mask(query, keys, values, scale)
+
+    def extended(strips: int, own: int, beyond: int) -> torch.Tensor:
+        return torch.empty(strips, own + beyond, dtype=torch.uint8)
+
+    overflow = HostOverflow(extended, 1, 2, 64, 512, 1024, torch.bfloat16)
+    pool = KVPool(1, 2, 64, 512, torch.bfloat16, torch.device("cpu"), (), overflow)
+    pool.keys.normal_(), pool.values.normal_()
+    attention = CudaAttention(emulated, library=library if by_library else None)
+    places = [(pool.allocate, 20), (pool.allocate_overflow, 30), (pool.allocate, 1), (pool.allocate_overflow, 1)]
+    tables = [(allocate(100), rows) for allocate, rows in places]
+    spans = [
+        forward_batch.SequenceSlice([0] * rows, 100 - rows, table, False) for table, rows in tables if table is not None
+    ]
+    query = torch.randn(52, 4, 64).bfloat16()
+    batch = forward_batch.build_batch(spans, pool, pool.keys.device)
+    got = attention(query, batch, 0, 0.125, None, None)
+    parts = query.split([20, 30, 1, 1])
+    alone = [forward_batch.build_batch([span], pool, pool.keys.device) for span in spans]
+    padded = [F.pad(part, (0, 0, 0, 0, 0, -len(part) % 4)) for part in parts]
+    computed = zip(padded, alone, parts, strict=True)
+    want = torch.cat([attend_segments(rows, one, 0, 0.125, None, None)[: len(part)] for rows, one, part in computed])
+    assert (got - want).abs().max() < 0.02 * want.abs().max()
+    if by_library:
+        assert seen == [False, True, False, False]
+        return
+    first = pool.first_overflow_slot
+    assert [(one.first_row, one.copied) for one in batch.index] == [
+        (0, None),
+        (20, slice(first, first + 100)),
+        (50, None),
+    ]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from kvkernels import ops
 from kvkernels.cuda.cuda_library import Kernels
+from kvkernels.device.visible_devices import device_of
 
 from inference_svc.engine.engine import Engine
+from inference_svc.kv_pool.host_overflow import HostOverflow
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner import cuda_attention
+from inference_svc.model_runner.forward_batch import CudaIndex
 from inference_svc.models import fused_layer_weights, loader
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server import pool_builder
@@ -37,19 +43,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def answers(folder: Path, place: torch.device, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return the answers of an engine whose layers and attention ``kernels`` compute; some requests run together."""
+def made(
+    folder: Path, place: torch.device, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, beyond: int = 0
+) -> Engine:
+    """Create an engine whose layers and attention ``kernels`` compute, with a pool and an overflow of such sizes."""
     monkeypatch.setattr(ops, "find_kernels", lambda device, dtype: kernels)
     monkeypatch.setattr(ops, "fits", lambda device, kernel, shared_bytes: True)
     monkeypatch.setattr(fused_layer_weights, "can_fuse_model", lambda model: False)  # the CPU's own fused layers
     monkeypatch.setattr(pool_builder, "find_library_attention", lambda device: None)
     monkeypatch.setattr(loader, "pick_device", torch.device)
     loaded = loader.load(str(folder), device=str(place), dtype="bfloat16")
-    engine = Engine(loaded, pool_builder.new_pool(loaded, 512), NullKVConnector())
+    shape, overflow = (loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, beyond, loaded.dtype), None
+    if beyond:
+        overflow = HostOverflow(device_of(place).extended, *shape)
+    engine = Engine(loaded, pool_builder.new_pool(loaded, tokens, overflow), NullKVConnector())
     assert engine.decoder._fused is not None
-    first = prompt(1, 90)
+    return engine
+
+
+def answers(engine: Engine, asked: list[list[list[int]]]) -> list[list[int]]:
+    """Return the answers to prompts. The prompts of an inner list run together."""
     found = []
-    for several in ([first], [first + prompt(2, 9), prompt(3, 33)]):
+    for several in asked:
         requests = [Request(ids, 4) for ids in several]
         for request in requests:
             engine.submit(request.sequence)
@@ -64,9 +79,36 @@ def answers(folder: Path, place: torch.device, kernels: Kernels, monkeypatch: py
 def test_fused_layers_order_all_their_accesses(
     device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulated = library()
-    want = answers(folder, torch.device("cpu"), emulated, monkeypatch)
-    assert answers(folder, device.torch, SimulatedKernels(device, emulated), monkeypatch) == want
+    emulated, first = library(), prompt(1, 90)
+    asked = [[first], [first + prompt(2, 9), prompt(3, 33)]]
+    want = answers(made(folder, torch.device("cpu"), emulated, monkeypatch, 512), asked)
+    kernels = SimulatedKernels(device, emulated)
+    assert answers(made(folder, device.torch, kernels, monkeypatch, 512), asked) == want
     kinds = {name.rsplit("_bf16", 1)[0] for name in device.launched}
     assert kinds >= {"add_norm", "rope", "silu_and_mul"}, kinds
     assert any(kind.startswith("attention") for kind in kinds)
+
+
+def test_a_context_beyond_the_pool_is_read_from_host_memory(
+    device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of four times the pool, beside others, and the next turn of one of them."""
+    emulated, long = library(), prompt(1, 560)
+    asked = [[long, prompt(2, 40)], [prompt(3, 40), long + prompt(4, 20)]]
+    want = answers(made(folder, torch.device("cpu"), emulated, monkeypatch, 2048), asked)
+    copied: list[slice] = []
+    index_of = cuda_attention._index_of
+
+    def seen(*given: Any) -> CudaIndex:
+        copied.extend(part.copied for part in [index_of(*given)] if part.copied is not None)
+        return index_of(*given)
+
+    monkeypatch.setattr(cuda_attention, "_index_of", seen)
+    engine = made(folder, device.torch, SimulatedKernels(device, emulated), monkeypatch, 128, 1024)
+    before = device.used_bytes
+    assert answers(engine, asked) == want
+    assert engine.stats.overflow_admissions == 2
+    first = engine.pool.first_overflow_slot
+    assert {at.start for at in copied} == {first}, "parts of prompts, and no decode step"
+    assert max(at.stop for at in copied) == first + 580
+    assert device.used_bytes - before < 560 * KVPool.bytes_per_token(2, 2, 64, torch.bfloat16)

@@ -106,16 +106,25 @@ class SimulatedDevice:
     def allocate(self, size_bytes: int) -> Tensor:
         return self.wrap(self.allocate_raw(size_bytes))
 
-    def allocate_raw(self, size_bytes: int) -> Tensor:
-        """Allocate device memory as a CPU tensor, which only this device may access."""
+    def allocate_raw(self, size_bytes: int, host_bytes: int = 0) -> Tensor:
+        """Allocate device memory as a CPU tensor, which only this device may access.
+
+        ``host_bytes`` of it do not count as device memory.
+        """
         self.check_alive()
-        if size_bytes > self.free_bytes():
+        own = size_bytes - host_bytes
+        if own > self.free_bytes():
             raise torch.OutOfMemoryError(
-                f"{self.torch}: {size_bytes} bytes are wanted, and {self.free_bytes()} are free of the {self.card.name}"
+                f"{self.torch}: {own} bytes are wanted, and {self.free_bytes()} are free of the {self.card.name}"
             )
-        self.used_bytes += size_bytes
-        _, tensor = _BLOCKS.allocate(size_bytes, False, self.index, call_site(), self._freed, self.executes)
+        self.used_bytes += own
+        block, tensor = _BLOCKS.allocate(size_bytes, False, self.index, call_site(), self._freed, self.executes)
+        block.host_bytes = host_bytes
         return tensor
+
+    def extended(self, strips: int, device_bytes: int, host_bytes: int) -> Tensor:
+        size = device_bytes + host_bytes
+        return self.wrap(self.allocate_raw(strips * size, strips * host_bytes).view(strips, size))
 
     def pinned(self, size_bytes: int) -> Tensor:
         self.check_call("pinned memory is allocated")
@@ -367,7 +376,7 @@ class SimulatedDevice:
     def _freed(self, block: Block) -> None:
         with self.changed:
             if not block.pinned:
-                self.used_bytes -= block.size_bytes
+                self.used_bytes -= block.size_bytes - block.host_bytes
             actor = self.host if block.pinned else self.current_stream().name
             if not block.pinned:  # the host frees the memory, ordered by the current stream
                 self.order.join(actor, self.order.clock_of(self.host))

@@ -30,6 +30,7 @@ class Block:
     ordinal: int
     site: str
     pages: mmap.mmap = field(repr=False)
+    host_bytes: int = 0  # bytes of a device's block that are in host memory
     written: list[tuple[int, int]] = field(default_factory=list)
     pending: list[tuple[int, int, bool]] = field(default_factory=list)
 

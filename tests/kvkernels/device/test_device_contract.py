@@ -52,6 +52,22 @@ def test_parts_of_memory_are_copied_where_they_belong(device: Device) -> None:
     assert (found[5000:] == 7).all()
 
 
+def test_strips_of_device_and_host_memory_are_one_tensor(device: Device) -> None:
+    strips, own, beyond = 3, 64 << 10, 128 << 10
+    stream, source, target = device.current_stream(), numbers(device), device.pinned(SIZE)
+    memory = device.extended(strips, own, beyond)
+    assert (memory.shape, memory.dtype) == ((strips, own + beyond), torch.uint8)
+    stream.fill(memory, 0)
+    for strip in range(strips):
+        stream.copy(memory[strip][own - 100 : own + 200], source[strip * 300 : (strip + 1) * 300])
+    stream.copy(target[: memory.nbytes], memory.flatten())
+    stream.synchronize()
+    found = read(device, target)[: memory.nbytes].view(strips, -1)
+    assert torch.equal(found[:, own - 100 : own + 200].flatten(), read(device, source)[:900])
+    assert not found[:, : own - 100].any()
+    assert not found[:, own + 200 :].any()
+
+
 def test_an_event_orders_two_streams(device: Device) -> None:
     first, second, source, target = device.stream(), device.stream(), numbers(device), device.pinned(SIZE)
     memory, copied = device.allocate(SIZE), device.event()

@@ -5,6 +5,7 @@
 // - After fake_kill, every call in a context of that device is error 700, for ever.
 // - Host memory is registered by pages; a page may be registered once (712). Its device address is 2^40 above its own.
 // - A copy from pageable host memory returns before its last 64 KiB have landed; a synchronization lands them.
+// - Managed memory keeps a list of the hints that it gets.
 // - A launch needs a kernel that fits the device's limit of shared memory (1). fake_kernels sets who runs it.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -15,7 +16,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        INVALID_HANDLE = 400, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
 #define DEVICES 4
 #define PAGE 4096UL
@@ -29,6 +30,7 @@ struct module { struct context* context; };
 struct stream { struct context* context; };
 struct allocation { int descriptor; size_t size; };
 struct range { uintptr_t first, last; int used; };
+struct hint { uint64_t address; size_t size; int kind, device; };
 struct late { char* to; char* bytes; size_t size; struct late* next; };
 
 static struct context contexts[DEVICES];
@@ -36,6 +38,8 @@ static int device_count, dead[DEVICES], shared_limit, initialized, refused, laun
 static int (*run)(const char*, const unsigned*, unsigned, unsigned, void*, void*);
 static struct range ranges[RANGES];
 static struct late* pending;
+static struct hint hints[RANGES];
+static int hint_count, unmanaged;
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 static __thread struct context* stack[16];
 static __thread int depth;
@@ -66,10 +70,13 @@ void fake_reset(int devices, int shared_bytes) {
   initialized = refused = launches = registrations = depth = 0;
   memset(dead, 0, sizeof dead);
   memset(ranges, 0, sizeof ranges);
+  hint_count = unmanaged = 0;
 }
 void fake_kill(int ordinal) { dead[ordinal] = 1; }
 void fake_revive(int ordinal) { dead[ordinal] = 0; }
 void fake_kernels(void* launcher) { run = launcher; }
+void fake_unmanaged(void) { unmanaged = 1; }
+int fake_hints(struct hint* copy) { memcpy(copy, hints, sizeof hints); return hint_count; }
 int fake_refused(void) { return refused; }
 int fake_launches(void) { return launches; }
 int fake_registrations(void) { return registrations; }
@@ -90,7 +97,8 @@ int cuDeviceGet(int* device, int ordinal) {
   return OK;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 97 ? shared_limit : 1;  // 97: shared memory that a block may opt in to
+  // 97: shared memory that a block may opt in to; 89: the device may use managed memory on the host
+  *value = attribute == 97 ? shared_limit : attribute == 89 ? !unmanaged : 1;
   return OK;
 }
 int cuDeviceGetUuid_v2(char* uuid, int device) { memset(uuid, 'a' + device, 16); return OK; }
@@ -162,6 +170,17 @@ int cuMemAlloc_v2(uint64_t* address, size_t size) {
   return OK;
 }
 int cuMemFree_v2(uint64_t address) { USABLE return OK; }
+int cuMemAllocManaged(uint64_t* address, size_t size, unsigned flags) {
+  if (flags != 1) return INVALID_VALUE;  // attached to all streams
+  return size >> 45 ? OUT_OF_MEMORY : cuMemAlloc_v2(address, size);
+}
+static int hint(uint64_t address, size_t size, int kind, int device) {
+  USABLE if (device < -1 || device >= device_count || hint_count == RANGES) return INVALID_VALUE;
+  hints[hint_count++] = (struct hint){address, size, kind, device};
+  return OK;
+}
+int cuMemAdvise(uint64_t address, size_t size, int kind, int device) { return hint(address, size, kind, device); }
+int cuMemPrefetchAsync(uint64_t address, size_t size, int device, void* stream) { return hint(address, size, 0, device); }
 static int overlaps(uintptr_t first, uintptr_t last) {
   for (int i = 0; i < RANGES; i++)
     if (ranges[i].used && first <= ranges[i].last && ranges[i].first <= last) return 1;

@@ -33,6 +33,15 @@ def compiled(name: str, soname: str = "") -> ctypes.CDLL:
     return ctypes.CDLL(str(shared_object(Path(__file__).with_name(f"{name}.c"), soname)))
 
 
+class _Hint(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("size_bytes", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("device", ctypes.c_int),
+    )
+
+
 class FakeDriver:
     """Controls the fake driver. It stays loaded, without devices, after ``close``."""
 
@@ -62,6 +71,16 @@ class FakeDriver:
     def run_kernels_with(self, launcher: object) -> None:
         """Let the emulator's function ``kvk_launch`` run launched kernels."""
         self._c.fake_kernels(ctypes.cast(launcher, ctypes.c_void_p))  # type: ignore[arg-type]
+
+    def lack_managed_memory(self) -> None:
+        """Report that a device cannot use managed memory on the host."""
+        self._c.fake_unmanaged()
+
+    @property
+    def hints(self) -> list[tuple[int, int, int, int]]:
+        """Hints about managed memory: address, size, kind (0: a prefetch), device (-1: the host)."""
+        found = (_Hint * 64)()
+        return [(h.address, h.size_bytes, h.kind, h.device) for h in found[: self._c.fake_hints(found)]]
 
     @property
     def refused(self) -> int:

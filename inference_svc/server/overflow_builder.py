@@ -1,4 +1,4 @@
-"""Overflow folder: location and size of the disk overflow of a worker's pool."""
+"""Overflow builder: location and size of the overflow of a worker's pool."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from pathlib import Path
 
 import psutil
 import structlog
+import torch
 from kvkernels.cpu import cpu_attention
+from kvkernels.device.device_port import DeviceLacks
+from kvkernels.device.visible_devices import device_of
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
+from inference_svc.kv_pool.host_overflow import HostOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.overflow import Overflow
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.worker_config import WorkerConfig
 
@@ -24,11 +29,11 @@ _SHARE_OF_FREE = 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> DiskOverflow | None:
-    """Open the disk overflow of a pool of ``pool_tokens`` tokens.
+def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> Overflow | None:
+    """Open the overflow of a pool of ``pool_tokens`` tokens: on disk for a CPU, in host memory for a device.
 
-    None if the overflow is off or not needed; with ``auto``, also if no overflow is possible. Raises ConfigurationError
-    if the configured size is impossible.
+    None if the overflow is off or not needed; with ``auto``, also on a device, and if no overflow is possible. Raises
+    ConfigurationError if the configured size is impossible.
     """
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
@@ -47,8 +52,6 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
         if not config.overflow_bytes:
             return None
         asked = f"overflow_bytes is {format_size(config.overflow_bytes)}"
-        if loaded.device.type != "cpu":
-            raise ConfigurationError(f"{asked}, and the device {loaded.device}: an overflow is for CPUs; leave it out")
         tokens = min(loaded.context_length, config.overflow_bytes // per_token)
         if tokens <= pool_tokens < loaded.context_length:
             raise ConfigurationError(
@@ -57,15 +60,36 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
             )
         if loaded.context_length <= pool_tokens or _reclaims_window(loaded):
             return None
+        if loaded.device.type != "cpu":
+            return _open_on_host(asked, loaded, pool_tokens, tokens)
         ensure_private_dir(config.overflow_dir)
         found = DiskOverflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
     log.info("requests larger than the pool use disk overflow", tokens=tokens, most=format_size(found.size_bytes))
     return found
 
 
+def _open_on_host(asked: str, loaded: LoadedModel, pool_tokens: int, tokens: int) -> HostOverflow:
+    shape, free = (loaded.layers, loaded.kv_heads, loaded.head_dim), psutil.virtual_memory().available
+    needed = KVPool.bytes_per_token(*shape, loaded.dtype) * tokens
+    if needed > free:
+        raise ConfigurationError(
+            f"{asked}, of which this model's context needs {format_size(needed)}; {format_size(free)} of host memory "
+            "are free"
+        )
+    try:
+        found = HostOverflow(device_of(loaded.device).extended, *shape, pool_tokens, tokens, loaded.dtype)
+    except (DeviceLacks, torch.OutOfMemoryError) as error:
+        raise ConfigurationError(
+            f"{asked}, and {loaded.device} cannot extend its pool into host memory: {error}; leave it out"
+        ) from error
+    log.info("requests larger than the pool use host memory", tokens=tokens, most=format_size(found.size_bytes))
+    return found
+
+
 def _reclaims_window(loaded: LoadedModel) -> bool:
     """True if all layers have a window: then the pool frees blocks behind the window, and no request needs overflow."""
-    return bool(loaded.windows) and all(loaded.windows) and cpu_attention.serves(loaded.dtype, loaded.head_dim)
+    own = loaded.device.type == "cpu" and cpu_attention.serves(loaded.dtype, loaded.head_dim)
+    return own and bool(loaded.windows) and all(loaded.windows)
 
 
 def _free_disk_bytes(folder: Path) -> int:

@@ -1,0 +1,36 @@
+"""Overflow: blocks behind a pool's own blocks, in memory that is slower and larger."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+
+class Overflow(Protocol):
+    """Tensors of a pool and of the blocks behind it.
+
+    ``keys`` and ``values`` have the pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages``
+    blocks are the pool's own, followed by padding. The overflow has ``pages`` blocks, from block ``first_page`` on.
+    """
+
+    keys: Tensor
+    values: Tensor
+    memory_pages: int
+    first_page: int
+    pages: int
+    zeroes_released: ClassVar[bool]
+    """True if blocks read as zeros after ``release``."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the overflow with all its blocks in use."""
+        ...
+
+    def reserve(self, page: int, pages: int) -> None:
+        """Makes blocks writable, before they are written. Raises OverflowFailed if there is no space."""
+        ...
+
+    def release(self, page: int, pages: int) -> None:
+        """Takes back unreferenced blocks."""
+        ...
