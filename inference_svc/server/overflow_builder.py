@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import structlog
-import torch
 from kvkernels.cpu import cpu_attention
 from kvkernels.device.device_port import DeviceLacks
 from kvkernels.device.visible_devices import device_of
@@ -33,7 +32,8 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
     """Open the overflow of a pool of ``pool_tokens`` tokens: on disk for a CPU, in host memory for a device.
 
     None if the overflow is off or not needed; with ``auto``, also on a device, and if no overflow is possible. Raises
-    ConfigurationError if the configured size is impossible.
+    ConfigurationError if the configured size is impossible, torch.OutOfMemoryError if a device has too little memory
+    for the pool.
     """
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
@@ -78,7 +78,7 @@ def _open_on_host(asked: str, loaded: LoadedModel, pool_tokens: int, tokens: int
         )
     try:
         found = HostOverflow(device_of(loaded.device).extended, *shape, pool_tokens, tokens, loaded.dtype)
-    except (DeviceLacks, torch.OutOfMemoryError) as error:
+    except DeviceLacks as error:
         raise ConfigurationError(
             f"{asked}, and {loaded.device} cannot extend its pool into host memory: {error}; leave it out"
         ) from error

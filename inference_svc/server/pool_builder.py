@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import structlog
+import torch
 from kvkernels import ops
+from kvkernels.device.visible_devices import device_of, is_device
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.overflow import Overflow
 from inference_svc.model_runner.cuda_attention import find_library_attention, make_cuda_attention
+from inference_svc.models.layer_streaming.residency_plan import SPARE_BYTES
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.overflow_builder import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
@@ -19,21 +24,76 @@ from inference_svc.tensor_parallel.rank_processes import RankProcesses
 
 log = structlog.get_logger("worker")
 
+# Workspaces of a GPU's libraries, recorded graphs, and memory that allocations leave unused.
+_LIBRARIES_BYTES = 512 << 20
 
-def build_pool(config: WorkerConfig, loaded: LoadedModel, ranks: RankProcesses | None = None) -> KVPool:
-    """Build the KV pool. All ranks get the same number of blocks; their pools take ``pool_bytes`` together."""
+
+def build_pool(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    ranks: RankProcesses | None = None,
+    draft: LoadedModel | None = None,
+    adapter_bytes: int = 0,
+) -> KVPool:
+    """Build the KV pool. All ranks get the same number of blocks; their pools take ``pool_bytes`` together.
+
+    With ``auto`` on a device, the pool leaves memory for the pool of a ``draft`` model and for ``adapter_bytes``, and
+    is smaller than planned if the device has less memory. Raises ConfigurationError.
+    """
     shard = loaded.shard
     kv_heads = loaded.kv_heads if shard is None else max(shard.all_kv_heads, shard.size)
     per_token = KVPool.bytes_per_token(loaded.layers, kv_heads, loaded.head_dim, loaded.dtype)
-    tokens = config.pool_bytes // per_token
-    if tokens < 4 * PAGE_TOKENS:
-        raise ConfigurationError(
-            f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
-            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
-        )
+    by_device = config.pool_bytes == "auto" and shard is None and is_device(loaded.device)
+    size = config.min_pool_bytes
+    if by_device:
+        size = _left_for_pool(config, loaded, adapter_bytes)
+        if draft is not None:
+            own = KVPool.bytes_per_token(draft.layers, draft.kv_heads, draft.head_dim, draft.dtype)
+            size = size * per_token // (per_token + own)
+        size = max(0, size - KEY_BLOCK * per_token)  # the padding behind the last block
     # Upper bound: the tokens of a full batch of the longest sequences.
-    tokens = min(tokens, config.batch_sequences * loaded.context_length)
-    return new_pool(loaded, tokens, open_overflow(config, loaded, tokens) if shard is None else None, ranks)
+    planned = tokens = min(size // per_token, config.batch_sequences * loaded.context_length)
+    while tokens >= 4 * PAGE_TOKENS:
+        try:
+            overflow = open_overflow(config, loaded, tokens) if shard is None else None
+            pool = new_pool(loaded, tokens, overflow, ranks)
+        except torch.OutOfMemoryError as error:
+            if not by_device:
+                raise ConfigurationError(
+                    f"pool_bytes is {format_size(size)}, which {loaded.device} does not have: "
+                    f"{str(error).splitlines()[0]}; choose a smaller one, or auto"
+                ) from error
+            tokens = tokens * 7 // 8
+        else:
+            if tokens < planned:
+                log.warning("the pool is smaller than planned, because memory is short", tokens=tokens, planned=planned)
+            return pool
+    what = f"{loaded.device} has {format_size(size)} left for a pool" if by_device else f"pool_bytes is {size}"
+    raise ConfigurationError(
+        f"{what}; this model needs {format_size(per_token)} per token, at least "
+        f"{format_size(4 * PAGE_TOKENS * per_token)}"
+    )
+
+
+def _left_for_pool(config: WorkerConfig, loaded: LoadedModel, adapter_bytes: int) -> int:
+    """Memory in bytes that weights and a step leave of ``gpu_memory_utilization``.
+
+    If memory is short, it is at least what the plan of streamed layers left for the pool (``reserved_bytes``).
+    """
+    device = device_of(loaded.device)
+    free = device.free_bytes() - adapter_bytes
+    unused = int((1 - config.gpu_memory_utilization) * device.facts.memory_bytes)
+    return max(free - unused - _step_bytes(config, loaded), min(free - SPARE_BYTES, config.min_pool_bytes), 0)
+
+
+def _step_bytes(config: WorkerConfig, loaded: LoadedModel) -> int:
+    """Upper bound of a step's activations in bytes: several copies of its rows and of its logits."""
+    model: Any = loaded.config
+    width, inner = int(model.hidden_size), int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
+    heads = (loaded.heads + 2 * loaded.kv_heads) * loaded.head_dim
+    rows = config.step_tokens(loaded.device.type) * (4 * width + 3 * heads + 4 * inner) * loaded.dtype.itemsize
+    logits = config.batch_sequences * int(model.vocab_size) * (2 * loaded.dtype.itemsize + 2 * torch.float32.itemsize)
+    return rows + logits + _LIBRARIES_BYTES
 
 
 def new_pool(

@@ -63,7 +63,6 @@ from inference_svc.tensor_parallel.rank_start import join_ranks, open_ranks
 log = structlog.get_logger("worker")
 
 _ATTACH_SECONDS = 1.0
-_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = 512, 2048
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,11 @@ def _assemble(
     """Assemble the runtime of a loaded model with its adapters, the daemon at ``address``, and the other ranks."""
     loaded = prepare_model(config, loaded)
     adapters = _adapters(folders, loaded)
-    pool = build_pool(config, loaded, ranks)
+    draft_model = _load_draft(config, loaded)
+    apart = draft_model if config.draft_model != SELF else None
+    pool = build_pool(config, loaded, ranks, apart, sum(folder.max_bytes for folder in folders))
     policy = reuse_policy(config, loaded)
-    draft = _draft_proposer(config, loaded, pool)
+    draft = None if draft_model is None else _draft_proposer(config, loaded, draft_model, pool)
     decoder = Decoder(loaded) if ranks is None else ParallelDecoder(loaded, ranks)
     loaded = probe_numerics(config, loaded, decoder, pool)
     if ranks is not None:
@@ -182,7 +183,7 @@ def _assemble(
         if shipped is not None:
             cache.use_verdict(shipped)
     limits = EngineLimits(
-        _batch_tokens(config, loaded),
+        config.step_tokens(loaded.device.type),
         config.batch_sequences,
         config.max_waiting,
         config.resident_sequences,
@@ -225,8 +226,8 @@ def _daemon_connections(
     return {key: daemon_connection(address, config, loaded, key, name) for key, name in names.items()}
 
 
-def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
-    """Load the draft model, if one is configured. Its pool has as many blocks as the model's."""
+def _load_draft(config: WorkerConfig, loaded: LoadedModel) -> LoadedModel | None:
+    """Load the draft model, if one is configured."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
@@ -235,7 +236,11 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
             f"draft_model is {config.draft_model}, and {loaded.id} is streamed: there is no memory for a second model "
             f"and its pool; name {SELF}, for a copy at {COPY_BITS} bits, or lower weights until the model fits"
         )
-    draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
+    return load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
+
+
+def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel, pool: KVPool) -> DraftModelProposer:
+    """Create the proposer of a draft model. Its pool has as many blocks as the model's."""
     copy = config.draft_model == SELF
     own = pool if copy else new_pool(draft, pool.pages * PAGE_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
@@ -244,16 +249,10 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
         own,
         vocabulary,
         longest,
-        _batch_tokens(config, loaded),
+        config.step_tokens(loaded.device.type),
         known=int(draft.config.vocab_size),
         copy=copy,
     )
-
-
-def _batch_tokens(config: WorkerConfig, loaded: LoadedModel) -> int:
-    if config.batch_tokens is not None:
-        return config.batch_tokens
-    return _CPU_BATCH_TOKENS if loaded.device.type == "cpu" else _GPU_BATCH_TOKENS
 
 
 def _log_numerics(numerics: NumericsIdentity) -> None:

@@ -20,6 +20,11 @@ ADAPTER_NAME_RULE = "at most 96 letters, digits and . _ : / -, the first of them
 MAX_ADAPTERS = 32
 
 
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 2048
+# Size of a KV pool in host memory, if it is not configured.
+HOST_POOL_BYTES = 2 << 30
+
+
 class ModelSettings(BaseSettings):
     """Settings common to `kvsidecar worker` and `kvsidecar serve`; serve passes them to its workers."""
 
@@ -72,8 +77,11 @@ class ModelSettings(BaseSettings):
     on, a hit may change the last bits of an answer, and occasionally a word."""
     context_length: int = Field(default=0, ge=0)
     """Maximum tokens of prompt and answer; the model's own limit when 0."""
-    pool_bytes: int = 2 << 30
-    """Size of the KV pool of a worker."""
+    pool_bytes: int | Literal["auto"] = "auto"
+    """Size of the KV pool of a worker. auto: 2 GiB on a CPU and with several ranks; on a GPU, the memory that weights
+    and a step's activations leave of gpu_memory_utilization."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that a worker may use with pool_bytes=auto, together with all other processes."""
     overflow_bytes: int | Literal["auto"] = "auto"
     """Overflow for requests larger than the pool: on disk for a CPU, in host memory for a GPU. A size, 0 for none, or
     auto: on a CPU as much as the model's longest context needs, at most a quarter of the free disk space; on a GPU
@@ -179,6 +187,11 @@ class ModelSettings(BaseSettings):
             raise ValueError(f"there are {len(value)} adapters; at most {MAX_ADAPTERS} are allowed")
         return value
 
+    @property
+    def min_pool_bytes(self) -> int:
+        """Size of the KV pool. With ``auto``, its size on a CPU, for which a GPU's weights leave memory, too."""
+        return HOST_POOL_BYTES if self.pool_bytes == "auto" else self.pool_bytes
+
     @field_validator("pool_bytes", "memory_bytes", "overflow_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
@@ -238,3 +251,9 @@ class WorkerConfig(ModelSettings):
     """Address of the Prometheus endpoint. It exports no texts, salts or tokens, and needs no authentication."""
     health_tcp: str = ""
     """Additional host:port with grpc.health.v1.Health only, without TLS and authentication: for probes."""
+
+    def step_tokens(self, device_type: str) -> int:
+        """Maximum tokens of one step on a device of torch's type ``device_type``."""
+        if self.batch_tokens is not None:
+            return self.batch_tokens
+        return _CPU_STEP_TOKENS if device_type == "cpu" else _GPU_STEP_TOKENS

@@ -14,7 +14,7 @@ Mode = Literal["full_resident", "partial_resident", "ffn_only_stream", "full_str
 StreamingMode = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
 _MIN_SLOTS = 2
 # Memory that weights, slots and pool leave free for a batch's activations, and for later imports and allocations.
-_SPARE_BYTES = 256 << 20
+SPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ResidencyPlan:
 
 def reserved_bytes(asked: StreamingOptions) -> int:
     """Memory in bytes that weights must leave free."""
-    return asked.pool_bytes + asked.beside_bytes + _SPARE_BYTES
+    return asked.pool_bytes + asked.beside_bytes + SPARE_BYTES
 
 
 def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> ResidencyPlan:
@@ -122,7 +122,7 @@ def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> 
     return (
         f"the model does not fit: {format_size(max(0, free))} are free, and {how} it takes "
         f"{format_size(residency.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
-        f"(pool_bytes){beside} and {format_size(_SPARE_BYTES)} to compute in; lower pool_bytes{advice}"
+        f"(pool_bytes){beside} and {format_size(SPARE_BYTES)} to compute in; lower pool_bytes{advice}"
     )
 
 
