@@ -40,12 +40,16 @@ class SpeculativeSampler:
 
         Each token is sampled from the same distribution and with the same random number as without drafts.
         """
-        known = [len(sequence.tokens) for sequence, _ in slices]
-        verifier = TreeVerifier(slices, logits, self._branch_tables)
-        while verifier.sequences:
-            verifier.advance(self.sample(verifier.sequences, verifier.logits, verifier.draft_tokens))
-        for i, (sequence, _) in enumerate(slices):
-            self._speculator.record_result(sequence, verifier.result(i), sequence.tokens[known[i] :])
+        if self._speculator.has_drafts:
+            known = [len(sequence.tokens) for sequence, _ in slices]
+            verifier = TreeVerifier(slices, logits, self._branch_tables)
+            while verifier.sequences:
+                verifier.advance(self.sample(verifier.sequences, verifier.logits, verifier.draft_tokens))
+            for i, (sequence, _) in enumerate(slices):
+                self._speculator.record_result(sequence, verifier.result(i), sequence.tokens[known[i] :])
+        else:
+            self.sample([sequence for sequence, _ in slices], logits, [()] * len(slices))
+        for sequence, _ in slices:
             if sequence.state is not SequenceState.RUNNING:
                 self._speculator.forget(sequence)
 

@@ -32,6 +32,8 @@ class BlockTable:
     @property
     def tokens(self) -> int:
         """Token capacity, including released blocks."""
+        if len(self.ranges) == 1:
+            return self.ranges[0][1] * PAGE_TOKENS
         return sum(pages for _, pages in self.ranges) * PAGE_TOKENS
 
     @property

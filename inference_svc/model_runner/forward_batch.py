@@ -7,6 +7,7 @@ verification of draft tokens and selective recompute are the same forward with d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -60,7 +61,7 @@ class Branch:
         return self.first + len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class SequenceSlice:
     """Tokens of one sequence to compute in a step.
 
@@ -68,6 +69,8 @@ class SequenceSlice:
     values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With ``wants_logits``
     it also computes logits for the last token. The last ``num_drafted`` tokens are draft tokens. If there are any, the
     step computes logits for the draft tokens, for the token before them, and for all tokens of ``branches``.
+
+    Not frozen, because each step makes one for every sequence, and a frozen class takes three times as long to make.
     """
 
     tokens: list[int]
@@ -89,7 +92,8 @@ class SequenceSlice:
     @property
     def num_draft_tokens(self) -> int:
         """Number of draft tokens, including branches."""
-        return self.num_drafted + sum(len(branch.tokens) for branch in self.branches)
+        on_branches = sum(len(branch.tokens) for branch in self.branches) if self.branches else 0
+        return self.num_drafted + on_branches
 
     def following(self, row: int) -> dict[int, int]:
         """Maps each draft token that may follow a sampled row to the draft token's row."""
@@ -110,14 +114,22 @@ class SequenceSlice:
     def without_drafts(self) -> SequenceSlice:
         return replace(self, tokens=self.tokens[: len(self.tokens) - self.num_drafted], num_drafted=0, branches=())
 
-    def all_positions(self) -> NDArray[np.int64]:
-        return np.arange(self.start, self.end) if self.positions is None else self.positions
+    def all_positions(self) -> Sequence[int]:
+        return range(self.start, self.end) if self.positions is None else _listed(self.positions)
 
-    def slots(self) -> NDArray[np.int64]:
+    def slots(self) -> Sequence[int]:
         """Pool slots of the tokens' keys and values."""
-        if self.positions is None:
-            return self.table.slots(self.start, self.end)
-        return self.table.slots(0, self.end)[self.positions]
+        if self.positions is not None:
+            return _listed(self.table.slots(0, self.end)[self.positions])
+        first = self.table.first_slot
+        if first is not None:
+            return range(first + self.start, first + self.end)
+        return _listed(self.table.slots(self.start, self.end))
+
+
+def _listed(numbers: NDArray[np.int64]) -> list[int]:
+    found: list[int] = numbers.tolist()
+    return found
 
 
 @dataclass(eq=False)
@@ -221,13 +233,13 @@ def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) 
     Each slice's table must have slots for its tokens and contain all keys that its rows see.
     """
     tokens: list[int] = []
-    slots, positions, segments = [], [], []
+    slots, positions, segments = list[int](), list[int](), list[Segment]()
     logit_rows: list[int] = []
     copied: list[tuple[int, int]] = []
     for span in spans:
         segments.extend(_segments(span, len(tokens), pool, device))
-        slots.append(span.slots())
-        positions.append(span.all_positions())
+        slots += span.slots()
+        positions += span.all_positions()
         logit_rows.extend(range(len(tokens), len(tokens) + span.num_scored))
         tokens.extend(span.tokens)
         if span.wants_logits:
@@ -235,24 +247,24 @@ def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) 
             for branch in span.branches:
                 part = SequenceSlice(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
                 segments.extend(_segments(part, len(tokens), pool, device))
-                slots.append(part.slots())
-                positions.append(part.all_positions())
+                slots += part.slots()
+                positions += part.all_positions()
                 tokens.extend(branch.tokens)
                 copied.extend((drawn_from + row, slot) for row, slot in branch.copied)
             logit_rows.extend(range(drawn_from, len(tokens)))
     real = len(tokens)
     padding = -real % ROW_MULTIPLE
     tokens.extend([0] * padding)
-    slots.append(np.full(padding, pool.padding_slot))
-    positions.append(np.zeros(padding, np.int64))
+    slots += [pool.padding_slot] * padding
+    positions += [0] * padding
     wanted = len(logit_rows)
     logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
     alone = len(spans) == 1 and spans[0].positions is None and not spans[0].branches
     piece = spans[0].table.first_slot if alone else None
     return ForwardBatch(
         tokens=torch.tensor(tokens, device=device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        positions=torch.tensor(positions, device=device),
+        slots=torch.tensor(slots, device=device),
         segments=segments,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         wanted=wanted,

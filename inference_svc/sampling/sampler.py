@@ -12,7 +12,7 @@ depends only on that row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -39,14 +39,15 @@ def sample(logits: Tensor, samplers: Sequence[SamplingState]) -> list[SampleResu
     """
     if not samplers:
         return []
-    plain = [i for i, s in enumerate(samplers) if s.plain_greedy]
-    others = [i for i, s in enumerate(samplers) if not s.plain_greedy]
-    out: dict[int, SampleResult] = {}
+    plain, others = list[int](), list[int]()
+    for i, sampler in enumerate(samplers):
+        (plain if sampler.plain_greedy else others).append(i)
+    if not others:
+        return [_checked(token, peak) for token, peak in zip(*_likeliest(logits), strict=True)]
+    out = dict(zip(others, _sample_rows(logits, others, [samplers[i] for i in others]), strict=True))
     if plain:
-        tokens, peaks = _likeliest(logits if not others else logits[plain])
+        tokens, peaks = _likeliest(logits[plain])
         out |= {i: _checked(token, peak) for i, token, peak in zip(plain, tokens, peaks, strict=True)}
-    if others:
-        out |= dict(zip(others, _sample_rows(logits, others, [samplers[i] for i in others]), strict=True))
     return [out[i] for i in range(len(samplers))]
 
 
@@ -75,7 +76,7 @@ class LogitsNotFinite(GenerationFailed):
 
 
 def _checked(token: int, peak: float) -> SampleResult:
-    return SampledToken(token) if np.isfinite(peak) else _not_finite()
+    return SampledToken(token) if isfinite(peak) else _not_finite()
 
 
 def _not_finite() -> LogitsNotFinite:

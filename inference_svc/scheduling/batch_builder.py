@@ -124,7 +124,7 @@ class BatchBuilder:
                 adapter=sequence.request.adapter,
                 num_scored=to_score,
             )
-            draft = decision.drafts.get(sequence, Draft()).select(range(verified.get(i, 0)))
+            draft = decision.drafts[sequence].select(range(verified[i])) if i in verified else None
             if draft and self._grow(kv.table, end + draft.depth):
                 first, *others = draft.paths()
                 piece = replace(piece, tokens=tokens + [draft.tokens[at] for at in first], num_drafted=len(first))
@@ -152,11 +152,16 @@ class BatchBuilder:
     def _schedule(
         self, sequences: list[Sequence], drafts: dict[Sequence, Draft], max_rows: dict[Sequence, int]
     ) -> scheduler.StepPlan:
-        entries = [make_entry(s, self._pool, len(drafts.get(s, ())), max_rows.get(s)) for s in sequences]
+        entries = [make_entry(s, len(drafts.get(s, ())), max_rows.get(s)) for s in sequences]
+        free_pages = self._count_free_pages()
+        if scheduler.most_pages(entries, PAGE_TOKENS) > free_pages:  # only then may sequences be preempted
+            tables = [s.kv.table for s in sequences]
+            exclusive = [0 if table is None else self._pool.count_exclusive_pages(table) for table in tables]
+            entries = [replace(e, exclusive_pages=pages) for e, pages in zip(entries, exclusive, strict=True)]
         return scheduler.plan_step(
             entries,
             self._services.max_batch_tokens,
-            self._count_free_pages(),
+            free_pages,
             PAGE_TOKENS,
             self._pending_pages,
             self._services.prefill_budget.max_rows,
@@ -171,17 +176,15 @@ class BatchBuilder:
         return True
 
 
-def make_entry(
-    sequence: Sequence, pool: KVPool, num_draft_tokens: int, max_tokens: int | None = None
-) -> scheduler.SchedulerEntry:
-    """Describes a sequence with blocks in numbers, for the scheduler."""
+def make_entry(sequence: Sequence, num_draft_tokens: int, max_tokens: int | None = None) -> scheduler.SchedulerEntry:
+    """Describes a sequence with blocks in numbers, without its exclusive blocks, for the scheduler."""
     kv, missing = sequence.kv, sequence.num_uncomputed
     assert kv.table is not None
     return scheduler.SchedulerEntry(
         arrived_at=sequence.request.arrived_at,
         num_uncomputed=missing if max_tokens is None else min(missing, max_tokens),
         free_slots=kv.table.tokens - kv.num_computed,
-        exclusive_pages=pool.count_exclusive_pages(kv.table),
+        exclusive_pages=0,
         steps_skipped=sequence.queue.steps_skipped,
         is_loading=kv.is_loading,
         num_draft_tokens=num_draft_tokens,

@@ -26,7 +26,7 @@ _MIN_CHUNK_TOKENS = 32
 _RESERVE_SHARE = 100
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: each step makes one for every sequence
 class SchedulerEntry:
     """A running sequence, in numbers."""
 
@@ -55,6 +55,12 @@ class StepPlan:
 def pages_to_reserve(pages: int, running: int) -> int:
     """Number of blocks that an admission must leave free: one per running sequence, at least 1% of the pool."""
     return max(running, pages // _RESERVE_SHARE) if running else 0
+
+
+def most_pages(entries: Sequence[SchedulerEntry], page_tokens: int) -> int:
+    """Upper bound of the blocks that a step may need."""
+    missing = (e.num_uncomputed + e.num_draft_tokens - e.free_slots for e in entries)
+    return sum(-(-tokens // page_tokens) for tokens in missing if tokens > 0)
 
 
 def plan_step(

@@ -26,9 +26,10 @@ def row_budget(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
     The oldest sequence gets rows first.
     """
     left, found = MAX_SCORED_ROWS, dict[Sequence, int]()
-    for sequence in sorted(
-        (s for s in sequences if rows_to_score(s, s.num_uncomputed)), key=lambda s: s.request.arrived_at
-    ):
+    asking = [s for s in sequences if s.request.num_prompt_logprobs is not None]
+    for sequence in sorted(asking, key=lambda s: s.request.arrived_at):
+        if not rows_to_score(sequence, sequence.num_uncomputed):
+            continue
         found[sequence] = min(sequence.num_uncomputed, left)
         left -= found[sequence]
     return found

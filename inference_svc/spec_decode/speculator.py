@@ -89,6 +89,11 @@ class Speculator:
         self._pause, self._left = _PAUSE, _PAUSE
         self._model_pause, self._model_left = _MODEL_PAUSE, 1
 
+    @property
+    def has_drafts(self) -> bool:
+        """True if ``prepare`` has found a draft whose result is not recorded yet, verified or not."""
+        return bool(self._drafts)
+
     def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
         """Chooses the drafts to verify for ``decoding`` sequences.
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.scheduling.scheduler import SchedulerEntry, StepPlan, pages_to_reserve, plan_step
+from inference_svc.scheduling.scheduler import SchedulerEntry, StepPlan, most_pages, pages_to_reserve, plan_step
 from inference_svc.scheduling.waiting_order import AGE_TOKENS_PER_SECOND, MAX_HOLD_SECONDS, Candidate, select_waiting
 
 PAGE = 32
@@ -70,6 +70,18 @@ def test_with_pages_for_all_somebody_ready_always_goes_on(given: list[SchedulerE
     step = plan_step(given, budget, 10**6, PAGE)
     assert not step.preempted
     assert bool(step.rows) == bool(given)
+
+
+@given(works, st.integers(1, 600), st.integers(0, 9))
+def test_the_bound_of_a_steps_pages_is_enough(given: list[SchedulerEntry], budget: int, drafted: int) -> None:
+    """Exclusive pages, which preemptions free, are counted only above it."""
+    given = [replace(one, num_draft_tokens=drafted) for one in given]
+    bound = most_pages(given, PAGE)
+    step = plan_step(given, budget, bound, PAGE)
+    assert step == plan_step(given, budget, 10**6, PAGE)
+    assert not step.preempted
+    drafts = dict(step.draft_rows)
+    assert sum(needed(given[i], n + drafts.get(i, 0)) for i, n in step.rows) <= bound
 
 
 @given(works, st.integers(16, 600))

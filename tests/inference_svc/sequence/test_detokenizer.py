@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer
+from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer, _decoder_of
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
 END = frozenset({TOKENIZER.eos_token_id})
@@ -23,6 +25,37 @@ def stream(text: str, stop: tuple[str, ...] = (), calls: CallMarkers | None = No
 def test_pieces_add_up_to_the_text(text: str) -> None:
     whole = TOKENIZER.decode(TOKENIZER(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
     assert stream(text)[0] == whole
+
+
+@pytest.mark.parametrize("skips_special", [False, True])
+def test_text_is_that_of_the_tokenizers_own_decode(skips_special: bool) -> None:
+    decode = _decoder_of(TOKENIZER, skips_special)
+    assert getattr(decode, "func", None) == TOKENIZER.backend_tokenizer.decode
+    for first in range(0, len(TOKENIZER), 7):
+        ids = [first, (first * 31) % len(TOKENIZER), *END]
+        assert decode(ids) == TOKENIZER.decode(ids, skip_special_tokens=skips_special)
+
+
+def test_a_tokenizer_that_changes_the_text_decodes_by_itself() -> None:
+    cleaning = AutoTokenizer.from_pretrained(DEMO_MODEL, clean_up_tokenization_spaces=True)
+    assert getattr(_decoder_of(cleaning, True), "func", None) == cleaning.decode
+
+    class Shouting(type(TOKENIZER)):  # type: ignore[misc]
+        """Tokenizer with a decode of its own, as some hub models have."""
+
+        def _decode(self, *given: Any, **options: Any) -> str:
+            return str(super()._decode(*given, **options)).upper()
+
+    own = Shouting.from_pretrained(DEMO_MODEL)
+    out = IncrementalDetokenizer(own, (), END)
+    assert "".join(map(out.push, own("a cat", add_special_tokens=False)["input_ids"])) + out.finish() == "A CAT"
+
+
+def test_ids_behind_the_vocabulary_have_no_text() -> None:
+    out = IncrementalDetokenizer(TOKENIZER, (), END)
+    first, second = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("a cat", " and"))
+    shown = "".join(out.push(token) for token in [*first, len(TOKENIZER), len(TOKENIZER) + 90, *second])
+    assert shown + out.finish() == TOKENIZER.decode(first + second)
 
 
 ab = st.text("ab \n", min_size=1, max_size=4)

@@ -19,6 +19,7 @@ from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import load
 from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.scheduling import scheduler
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest
 from inference_svc.sequence.kv_connector import NullKVConnector
@@ -129,6 +130,28 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_answer() -> None:
     idle(engine)
     engine.check_integrity()
     assert engine.free_pages == engine.pool.pages
+    engine.stop()
+
+
+def test_the_scheduler_knows_what_a_preemption_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise preempt all sequences for one page."""
+    freed: list[int] = []
+    plan_step = scheduler.plan_step
+
+    def planned(entries: list[scheduler.SchedulerEntry], *more: Any) -> scheduler.StepPlan:
+        step = plan_step(entries, *more)
+        freed.extend(entries[i].exclusive_pages for i in step.preempted)
+        return step
+
+    monkeypatch.setattr(scheduler, "plan_step", planned)
+    engine = small_engine(448)
+    requests = [Request(prompt(i, 60), 120) for i in range(6)]
+    for request in requests:
+        engine.submit(request.sequence)
+    for request in requests:
+        assert len(request.tokens()) == 120
+    assert freed
+    assert min(freed) > 0
     engine.stop()
 
 
