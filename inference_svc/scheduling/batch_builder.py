@@ -153,8 +153,10 @@ class BatchBuilder:
         self, sequences: list[Sequence], drafts: dict[Sequence, Draft], max_rows: dict[Sequence, int]
     ) -> scheduler.StepPlan:
         entries = [make_entry(s, len(drafts.get(s, ())), max_rows.get(s)) for s in sequences]
-        free_pages = self._count_free_pages()
-        if scheduler.most_pages(entries, PAGE_TOKENS) > free_pages:  # only then may sequences be preempted
+        free_pages = self._pool.free_pages
+        if scheduler.most_pages(entries, PAGE_TOKENS) > free_pages:
+            # Only now evictable blocks matter, and only now sequences may be preempted.
+            free_pages = self._count_free_pages()
             tables = [s.kv.table for s in sequences]
             exclusive = [0 if table is None else self._pool.count_exclusive_pages(table) for table in tables]
             entries = [replace(e, exclusive_pages=pages) for e, pages in zip(entries, exclusive, strict=True)]
