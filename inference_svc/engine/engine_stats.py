@@ -24,7 +24,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     corrupt_hits: int = 0  # reused prefixes with NaN or infinity, computed again
-    overflow_admissions: int = 0  # sequences admitted to the disk overflow
+    overflow_admissions: int = 0  # sequences admitted to the overflow
     steps: int = 0
     misses: MissCounts = field(default_factory=MissCounts)
 

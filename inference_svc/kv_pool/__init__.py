@@ -1,4 +1,4 @@
-"""KV pool: blocks of keys and values, block tables, prefix cache, disk overflow.
+"""KV pool: blocks of keys and values, block tables, prefix cache, overflow.
 
 The lowest layer of the inference engine: imports none of its other packages.
 """

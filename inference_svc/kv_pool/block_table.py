@@ -22,7 +22,7 @@ class BlockTable:
     """Blocks of one sequence: ``(first block, blocks)`` ranges in token order.
 
     A range that starts at UNMAPPED was released. Keys and values of tokens before ``first_valid_token`` are missing for
-    layers with a sliding window. With ``in_overflow``, all blocks of the table are in the disk overflow.
+    layers with a sliding window. With ``in_overflow``, all blocks of the table are in the overflow.
     """
 
     ranges: list[tuple[int, int]] = field(default_factory=list)

@@ -47,7 +47,7 @@ class DiskOverflow:
     followed by padding. The file has ``pages`` blocks, from block ``first_page`` on.
     """
 
-    zeroes_released: ClassVar[bool] = True
+    frees_space: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -136,6 +136,9 @@ class DiskOverflow:
                 gone.append(group)
         for groups in runs_of(gone):
             self._take_blocks(groups, self._group * self._page_bytes)
+
+    def clear(self, page: int, pages: int) -> None:
+        """Does nothing, because released blocks read as zeros."""
 
     # ---- parts ----------------------------------------------------------------------------------------------
 

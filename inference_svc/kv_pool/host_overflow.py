@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
-import psutil
 import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import OverflowFailed
+from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
 from inference_svc.kv_pool.block_allocator import zero_runs
@@ -37,7 +37,7 @@ class HostOverflow:
     Host memory is taken when a block is first reserved, and stays with the worker.
     """
 
-    zeroes_released: ClassVar[bool] = False
+    frees_space: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class HostOverflow:
         first = page - self.first_page
         taken = self._taken[first : first + pages + KEY_BLOCK // PAGE_TOKENS]
         needed = int(np.count_nonzero(taken == 0)) * self._bytes_per_page
-        free = psutil.virtual_memory().available
+        if not needed:
+            return
+        free = free_bytes()
         if needed > free:
             raise OverflowFailed(
                 f"the prompt and its answer need more than this worker's pool, and the host has no room for "
@@ -89,6 +91,12 @@ class HostOverflow:
 
     def release(self, page: int, pages: int) -> None:
         """Keeps the memory of unreferenced blocks for their next owner."""
+
+    def clear(self, page: int, pages: int) -> None:
+        """Zeroes those of the blocks that have host memory."""
+        first = page - self.first_page
+        for start, length in zero_runs(self._taken[first : first + pages] - 1):
+            self._zero(page + start, length)
 
     @property
     def _bytes_per_page(self) -> int:

@@ -170,11 +170,12 @@ class KVPool(BlockAllocator):
         Freed blocks must be finite: attention reads behind a sequence's end and multiplies these values by zero, and
         NaN times zero is NaN.
         """
-        if table.in_overflow and self.overflow is not None and self.overflow.zeroes_released:
-            return
         for page, pages in table.mapped_ranges:
             for first, length in zero_runs(self._references[page : page + pages] - 1):
-                self.zero_range((page + first) * PAGE_TOKENS, length * PAGE_TOKENS)
+                if not table.in_overflow:
+                    self.zero_range((page + first) * PAGE_TOKENS, length * PAGE_TOKENS)
+                elif self.overflow is not None:
+                    self.overflow.clear(page + first, length)
 
     def find_not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the positions (ascending) whose keys or values contain NaN or infinity."""

@@ -19,8 +19,8 @@ class Overflow(Protocol):
     memory_pages: int
     first_page: int
     pages: int
-    zeroes_released: ClassVar[bool]
-    """True if blocks read as zeros after ``release``."""
+    frees_space: ClassVar[bool]
+    """True if ``release`` makes space for other blocks."""
 
     @property
     def size_bytes(self) -> int:
@@ -33,4 +33,8 @@ class Overflow(Protocol):
 
     def release(self, page: int, pages: int) -> None:
         """Takes back unreferenced blocks."""
+        ...
+
+    def clear(self, page: int, pages: int) -> None:
+        """Makes sure that blocks, which may contain NaN, do not contain NaN after their release."""
         ...

@@ -141,13 +141,14 @@ class PrefixCache:
     def reserve_overflow(self, table: BlockTable, start: int, end: int) -> None:
         """Makes tokens writable with ``KVPool.reserve_overflow``.
 
-        While there is no space, evicts entries in the overflow. Raises OverflowFailed when no entry is left.
+        While there is no space, evicts entries in the overflow if this makes space. Raises OverflowFailed.
         """
         while True:
             try:
                 return self._pool.reserve_overflow(table, start, end)
             except OverflowFailed:
-                if not self.evict(in_overflow=True):
+                overflow = self._pool.overflow
+                if overflow is None or not overflow.frees_space or not self.evict(in_overflow=True):
                     raise
 
     def _drop(self, key: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import numpy as np
 import structlog
@@ -32,7 +32,8 @@ KINDS = ("decode", "prefill", "scattered")
 # PyTorch's kernel takes one sequence, so calls for short parts of many prompts cost more than our one launch.
 LIBRARY_ROWS = 128
 _TRIAL_ROWS, _TRIAL_KEYS = LIBRARY_ROWS, 320
-# With more rows than this, keys in host memory are copied first.
+# With more rows than this, keys in host memory are copied first. A tile of our kernel has 64 query heads, so up to this
+# many rows read a key once if a key head has at most 8 query heads.
 _IN_PLACE_ROWS = 8
 _TOLERANCE = 0.02  # of the largest value; a wrong mask or layout is off by more than 0.5
 
@@ -119,15 +120,13 @@ def _is_copied(segment: Segment, pool: KVPool) -> bool:
 def build_index(batch: ForwardBatch) -> tuple[CudaIndex, ...]:
     """Describes a batch to the kernels, which see each segment as a sequence.
 
-    A segment whose keys are copied is a part of its own.
+    The segments of a sequence whose keys are copied are a part of their own.
     """
-    parts: list[list[Segment]] = []
-    for segment in batch.segments:
-        if parts and not _is_copied(segment, batch.pool) and not _is_copied(parts[-1][0], batch.pool):
-            parts[-1].append(segment)
-        else:
-            parts.append([segment])
-    return tuple(_index_of(batch, part) for part in parts)
+
+    def copied_from(segment: Segment) -> int | None:
+        return segment.first_slot if _is_copied(segment, batch.pool) else None
+
+    return tuple(_index_of(batch, list(part)) for _, part in groupby(batch.segments, copied_from))
 
 
 def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
@@ -150,7 +149,7 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
     first = [s.first_slot for s in segments]
     if _is_copied(segments[0], batch.pool):
         assert first[0] is not None
-        return CudaIndex(at, int32([0]), None, start, slice(first[0], first[0] + segments[0].keys))
+        return CudaIndex(at, int32([0] * len(first)), None, start, slice(first[0], first[0] + at.max_kv_len))
     if None not in first:
         return CudaIndex(at, int32([f for f in first if f is not None]), None, start)
     pages = torch.zeros(len(segments), at.max_kv_len, dtype=torch.int32, device=device)

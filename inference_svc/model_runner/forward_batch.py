@@ -263,8 +263,8 @@ def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) 
     piece = spans[0].table.first_slot if alone else None
     return ForwardBatch(
         tokens=torch.tensor(tokens, device=device),
-        positions=torch.tensor(positions, device=device),
-        slots=torch.tensor(slots, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
         segments=segments,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         wanted=wanted,

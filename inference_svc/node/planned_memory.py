@@ -21,7 +21,9 @@ def warn_of_planned_memory(worker: ModelSettings, num_workers: int, arena_bytes:
         staging = num_workers * parse_size(os.environ.get("KVSIDECAR_CACHE_STAGING_BYTES", "256MiB"))
     except ValueError:  # the daemon will report it
         return
-    limit, pools = memory_limit_bytes(), num_workers * worker.min_pool_bytes * has_host_pool(worker)
+    on_host = has_host_pool(worker)
+    beyond = 0 if on_host or worker.overflow_bytes == "auto" else worker.overflow_bytes
+    limit, pools = memory_limit_bytes(), num_workers * (worker.planned_pool_bytes if on_host else beyond)
     if arena + staging + pools > limit:
         log.warning(
             "memory is planned above the limit; when it fills, the kernel ends a process (kvsidecar size tells what to "

@@ -171,6 +171,8 @@ class Supervisor:
             flags["cache_socket"] = self.cache_socket
         if self._config.devices:
             flags["device"] = "cuda"  # the worker sees no other GPU
+        if "pool_bytes" not in own.model_fields_set and self._config.workers > max(1, len(_gpu_numbers(self._config))):
+            flags["pool_bytes"] = own.planned_pool_bytes  # several workers on one GPU must not each take it all
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:

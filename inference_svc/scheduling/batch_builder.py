@@ -157,9 +157,9 @@ class BatchBuilder:
         if scheduler.most_pages(entries, PAGE_TOKENS) > free_pages:
             # Only now evictable blocks matter, and only now sequences may be preempted.
             free_pages = self._count_free_pages()
-            tables = [s.kv.table for s in sequences]
-            exclusive = [0 if table is None else self._pool.count_exclusive_pages(table) for table in tables]
-            entries = [replace(e, exclusive_pages=pages) for e, pages in zip(entries, exclusive, strict=True)]
+            for entry, sequence in zip(entries, sequences, strict=True):
+                assert sequence.kv.table is not None
+                entry.exclusive_pages = self._pool.count_exclusive_pages(sequence.kv.table)
         return scheduler.plan_step(
             entries,
             self._services.max_batch_tokens,

@@ -37,7 +37,7 @@ class SchedulerEntry:
     steps_skipped: int = 0  # steps since its last row
     is_loading: bool = False  # layers are still being loaded
     num_draft_tokens: int = 0  # draft tokens to verify behind its own tokens
-    in_overflow: bool = False  # its blocks are in the disk overflow: preemption would free no pool block
+    in_overflow: bool = False  # its blocks are in the overflow: preemption would free no pool block
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,16 @@ def _decoder_of(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> Calla
     """
     kind = type(tokenizer)
     own = kind.decode is PreTrainedTokenizerBase.decode and isinstance(tokenizer, PreTrainedTokenizerFast)
-    if own and kind._decode is PreTrainedTokenizerFast._decode and not tokenizer.clean_up_tokenization_spaces:
+    if own and kind._decode is PreTrainedTokenizerFast._decode and not _cleans_up(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special)
     return partial(tokenizer.decode, skip_special_tokens=skip_special)
+
+
+def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """True if the tokenizer's ``decode`` removes spaces before punctuation. Newer transformers do not do so for BPE."""
+    for_bpe = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    return bool(tokenizer.clean_up_tokenization_spaces and (for_bpe or not is_bpe))
 
 
 def _first(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:

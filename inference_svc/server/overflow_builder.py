@@ -12,6 +12,7 @@ from kvkernels.device.device_port import DeviceLacks
 from kvkernels.device.visible_devices import device_of
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
@@ -69,7 +70,7 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
 
 
 def _open_on_host(asked: str, loaded: LoadedModel, pool_tokens: int, tokens: int) -> HostOverflow:
-    shape, free = (loaded.layers, loaded.kv_heads, loaded.head_dim), psutil.virtual_memory().available
+    shape, free = (loaded.layers, loaded.kv_heads, loaded.head_dim), free_bytes()
     needed = KVPool.bytes_per_token(*shape, loaded.dtype) * tokens
     if needed > free:
         raise ConfigurationError(

@@ -17,6 +17,7 @@ from inference_svc.kv_pool.overflow import Overflow
 from inference_svc.model_runner.cuda_attention import find_library_attention, make_cuda_attention
 from inference_svc.models.layer_streaming.residency_plan import SPARE_BYTES
 from inference_svc.models.loader import LoadedModel
+from inference_svc.sequence.prompt_logprobs import MAX_SCORED_ROWS
 from inference_svc.server.overflow_builder import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tensor_parallel.parallel_decoder import ParallelKVPool
@@ -43,57 +44,74 @@ def build_pool(
     shard = loaded.shard
     kv_heads = loaded.kv_heads if shard is None else max(shard.all_kv_heads, shard.size)
     per_token = KVPool.bytes_per_token(loaded.layers, kv_heads, loaded.head_dim, loaded.dtype)
-    by_device = config.pool_bytes == "auto" and shard is None and is_device(loaded.device)
-    size = config.min_pool_bytes
-    if by_device:
-        size = _left_for_pool(config, loaded, adapter_bytes)
+    size, shrinks = config.planned_pool_bytes, False
+    if config.pool_bytes == "auto" and shard is None and is_device(loaded.device):
+        size, shrinks = _left_for_pool(config, loaded, adapter_bytes), True
+        both = per_token
         if draft is not None:
-            own = KVPool.bytes_per_token(draft.layers, draft.kv_heads, draft.head_dim, draft.dtype)
-            size = size * per_token // (per_token + own)
-        size = max(0, size - KEY_BLOCK * per_token)  # the padding behind the last block
+            both += KVPool.bytes_per_token(draft.layers, draft.kv_heads, draft.head_dim, draft.dtype)
+        size = max(0, size - KEY_BLOCK * both) * per_token // both  # without the padding behind the last block
     # Upper bound: the tokens of a full batch of the longest sequences.
     planned = tokens = min(size // per_token, config.batch_sequences * loaded.context_length)
+    refusal = ""
     while tokens >= 4 * PAGE_TOKENS:
-        try:
-            overflow = open_overflow(config, loaded, tokens) if shard is None else None
-            pool = new_pool(loaded, tokens, overflow, ranks)
-        except torch.OutOfMemoryError as error:
-            if not by_device:
-                raise ConfigurationError(
-                    f"pool_bytes is {format_size(size)}, which {loaded.device} does not have: "
-                    f"{str(error).splitlines()[0]}; choose a smaller one, or auto"
-                ) from error
-            tokens = tokens * 7 // 8
-        else:
+        pool, refusal = _try_pool(config, loaded, tokens, ranks)
+        if pool is not None:
             if tokens < planned:
                 log.warning("the pool is smaller than planned, because memory is short", tokens=tokens, planned=planned)
             return pool
-    what = f"{loaded.device} has {format_size(size)} left for a pool" if by_device else f"pool_bytes is {size}"
+        if not shrinks:
+            raise ConfigurationError(
+                f"pool_bytes is {format_size(size)}, which {loaded.device} does not have: {refusal}; choose a smaller "
+                "one, or auto"
+            )
+        tokens = tokens * 7 // 8
+    needs = f"this model needs {format_size(per_token)} per token, at least {format_size(4 * PAGE_TOKENS * per_token)}"
+    if not shrinks:
+        raise ConfigurationError(f"pool_bytes is {format_size(size)}; {needs}")
     raise ConfigurationError(
-        f"{what}; this model needs {format_size(per_token)} per token, at least "
-        f"{format_size(4 * PAGE_TOKENS * per_token)}"
+        f"{loaded.device} has {format_size(size)} left for a pool with gpu_memory_utilization "
+        f"{config.gpu_memory_utilization:g}; {needs}" + (f": {refusal}" if refusal else "")
     )
+
+
+def _try_pool(
+    config: WorkerConfig, loaded: LoadedModel, tokens: int, ranks: RankProcesses | None
+) -> tuple[KVPool | None, str]:
+    """Build a pool; None and the reason if the device has too little memory."""
+    try:
+        overflow = open_overflow(config, loaded, tokens) if loaded.shard is None else None
+        return new_pool(loaded, tokens, overflow, ranks), ""
+    except torch.OutOfMemoryError as error:
+        return None, str(error).splitlines()[0]
 
 
 def _left_for_pool(config: WorkerConfig, loaded: LoadedModel, adapter_bytes: int) -> int:
     """Memory in bytes that weights and a step leave of ``gpu_memory_utilization``.
 
-    If memory is short, it is at least what the plan of streamed layers left for the pool (``reserved_bytes``).
+    If memory is short and the share was not configured, it is at least what the plan of streamed layers left for the
+    pool (``reserved_bytes``).
     """
     device = device_of(loaded.device)
     free = device.free_bytes() - adapter_bytes
     unused = int((1 - config.gpu_memory_utilization) * device.facts.memory_bytes)
-    return max(free - unused - _step_bytes(config, loaded), min(free - SPARE_BYTES, config.min_pool_bytes), 0)
+    left = free - unused - _step_bytes(config, loaded)
+    if "gpu_memory_utilization" not in config.model_fields_set:
+        left = max(left, min(free - SPARE_BYTES, config.planned_pool_bytes))
+    return max(left, 0)
 
 
 def _step_bytes(config: WorkerConfig, loaded: LoadedModel) -> int:
-    """Upper bound of a step's activations in bytes: several copies of its rows and of its logits."""
+    """Estimate of a step's memory in bytes: activations, logits, and keys that are copied from the overflow."""
     model: Any = loaded.config
     width, inner = int(model.hidden_size), int(getattr(model, "intermediate_size", 0) or 4 * model.hidden_size)
-    heads = (loaded.heads + 2 * loaded.kv_heads) * loaded.head_dim
-    rows = config.step_tokens(loaded.device.type) * (4 * width + 3 * heads + 4 * inner) * loaded.dtype.itemsize
-    logits = config.batch_sequences * int(model.vocab_size) * (2 * loaded.dtype.itemsize + 2 * torch.float32.itemsize)
-    return rows + logits + _LIBRARIES_BYTES
+    kv_width = 2 * loaded.kv_heads * loaded.head_dim
+    row = 4 * width + 3 * (loaded.heads * loaded.head_dim + kv_width) + 4 * inner
+    activations = config.step_tokens(loaded.device.type) * row * loaded.dtype.itemsize
+    logit = 2 * loaded.dtype.itemsize + 2 * torch.float32.itemsize
+    logits = (config.batch_sequences + MAX_SCORED_ROWS) * int(model.vocab_size) * logit
+    copied = kv_width * loaded.context_length * loaded.dtype.itemsize if config.overflow_bytes not in ("auto", 0) else 0
+    return activations + logits + copied + _LIBRARIES_BYTES
 
 
 def new_pool(

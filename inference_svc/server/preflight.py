@@ -47,10 +47,10 @@ def has_host_pool(settings: ModelSettings) -> bool:
 
 def check_pool_bytes(settings: ModelSettings) -> None:
     """Raise ConfigurationError if a KV pool in host memory exceeds the limit of the machine or control group."""
-    limit = memory_limit_bytes()
-    if has_host_pool(settings) and settings.min_pool_bytes > limit:
+    limit, size = memory_limit_bytes(), settings.planned_pool_bytes
+    if has_host_pool(settings) and size > limit:
         raise ConfigurationError(
-            f"pool_bytes is {format_size(settings.min_pool_bytes)}, and this process may have {format_size(limit)} of "
+            f"pool_bytes is {format_size(size)}, and this process may have {format_size(limit)} of "
             "memory (machine and control group), in which the model's weights must be, too; choose a smaller one, or "
             "raise the limit"
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
+import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
@@ -242,7 +243,13 @@ def _load_draft(config: WorkerConfig, loaded: LoadedModel) -> LoadedModel | None
 def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, draft: LoadedModel, pool: KVPool) -> DraftModelProposer:
     """Create the proposer of a draft model. Its pool has as many blocks as the model's."""
     copy = config.draft_model == SELF
-    own = pool if copy else new_pool(draft, pool.pages * PAGE_TOKENS)
+    try:
+        own = pool if copy else new_pool(draft, pool.pages * PAGE_TOKENS)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{loaded.device} has no memory for the draft model's pool of {pool.pages * PAGE_TOKENS} tokens: "
+            f"{str(error).splitlines()[0]}; choose a smaller pool_bytes"
+        ) from error
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
     return DraftModelProposer(
         Decoder(draft),

@@ -78,10 +78,11 @@ class ModelSettings(BaseSettings):
     context_length: int = Field(default=0, ge=0)
     """Maximum tokens of prompt and answer; the model's own limit when 0."""
     pool_bytes: int | Literal["auto"] = "auto"
-    """Size of the KV pool of a worker. auto: 2 GiB on a CPU and with several ranks; on a GPU, the memory that weights
-    and a step's activations leave of gpu_memory_utilization."""
+    """Size of the KV pool of a worker. auto: 2 GiB on a CPU, with several ranks, and for several workers on one GPU;
+    otherwise, on a GPU, the memory that weights and a step's activations leave of gpu_memory_utilization."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory that a worker may use with pool_bytes=auto, together with all other processes."""
+    """Share of a GPU's memory that a worker may use with pool_bytes=auto, together with all other processes. If memory
+    is short and no share is set, the pool may take up to 2 GiB of the rest."""
     overflow_bytes: int | Literal["auto"] = "auto"
     """Overflow for requests larger than the pool: on disk for a CPU, in host memory for a GPU. A size, 0 for none, or
     auto: on a CPU as much as the model's longest context needs, at most a quarter of the free disk space; on a GPU
@@ -188,7 +189,7 @@ class ModelSettings(BaseSettings):
         return value
 
     @property
-    def min_pool_bytes(self) -> int:
+    def planned_pool_bytes(self) -> int:
         """Size of the KV pool. With ``auto``, its size on a CPU, for which a GPU's weights leave memory, too."""
         return HOST_POOL_BYTES if self.pool_bytes == "auto" else self.pool_bytes
 

@@ -56,7 +56,7 @@ def load_model(config: WorkerConfig, adapter_bytes: int, group: RankGroup | None
             config.keep_last,
             config.stream_slots,
             config.memory_bytes,
-            config.min_pool_bytes,
+            config.planned_pool_bytes,
             config.batch_sequences,
             beside_bytes=adapter_bytes,
             copy_bits=COPY_BITS if config.draft_model == SELF else 0,

@@ -109,17 +109,18 @@ class CudaDevice:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch)
 
     def extended(self, strips: int, device_bytes: int, host_bytes: int) -> Tensor:
-        size = device_bytes + host_bytes
-        if strips * device_bytes > self.free_bytes():
-            raise torch.OutOfMemoryError(
-                f"{self.torch}: {strips * device_bytes} bytes are wanted, and {self.free_bytes()} are free"
-            )
+        size, wanted = device_bytes + host_bytes, strips * device_bytes
         with self.guard():
-            torch.empty(1, device=self.torch)  # creates the context
+            # Managed memory may exceed a device without an error, and cannot use what torch's allocator keeps unused.
+            self._cuda.empty_cache()
+            free = int(self._cuda.mem_get_info(self.torch)[0])
+            if wanted > free:
+                raise torch.OutOfMemoryError(f"{self.torch}: {wanted} bytes are wanted, and {free} are free")
             memory = ManagedMemory(self.torch.index, strips * size)
             for at in range(0, strips * size, size):
                 memory.keep_on_device(at, device_bytes)
                 memory.keep_on_host(at + device_bytes, host_bytes)
+            self.synchronize()  # the device's parts are no longer free memory
         return torch.as_tensor(memory, device=self.torch).view(strips, size)
 
     def pinned(self, size_bytes: int) -> Tensor:

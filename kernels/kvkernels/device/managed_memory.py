@@ -33,7 +33,7 @@ class ManagedMemory:
             self._c = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise DeviceLacks(f"there is no CUDA driver: {error}") from error
-        self._ordinal, self._size, address = ordinal, size_bytes, ctypes.c_uint64()
+        self._size, address, context = size_bytes, ctypes.c_uint64(), ctypes.c_void_p()
         self._device, able = ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(self._device), ordinal)
         self._call("cuDeviceGetAttribute", ctypes.byref(able), _CONCURRENT_MANAGED_ACCESS, self._device)
@@ -41,8 +41,9 @@ class ManagedMemory:
             raise DeviceLacks("its kernels cannot use managed memory on the host (concurrentManagedAccess)")
         self._call("cuMemAllocManaged", ctypes.byref(address), ctypes.c_size_t(size_bytes), _ATTACH_GLOBAL)
         self.address = address.value
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
         # At the end of the process, the driver frees the memory, and the context may be gone.
-        weakref.finalize(self, self._c.cuMemFree_v2, address).atexit = False
+        weakref.finalize(self, _free, self._c, context, address).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -72,3 +73,10 @@ class ManagedMemory:
             text = ctypes.c_char_p()
             self._c.cuGetErrorString(error, ctypes.byref(text))
             raise DeviceLacks(f"{name}: {(text.value or b'error').decode()} (CUDA driver, {error})")
+
+
+def _free(driver: ctypes.CDLL, context: ctypes.c_void_p, address: ctypes.c_uint64) -> None:
+    """Free memory on any thread, whose own context does not change."""
+    if driver.cuCtxPushCurrent_v2(context) == 0:
+        driver.cuMemFree_v2(address)
+        driver.cuCtxPopCurrent_v2(None)

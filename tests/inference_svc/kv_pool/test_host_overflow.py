@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
-import psutil
+import numpy as np
 import pytest
 import torch
 from kvkernels.device.device_port import DeviceLacks
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 
+from inference_svc.kv_pool import host_overflow
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.host_overflow import HostOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import CachedSequence, CacheScope, PrefixCache, StoredPrefix
 from inference_svc.models.loader import load
+from inference_svc.server import overflow_builder
 from inference_svc.server.overflow_builder import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
 from tests.kvkernels.device import contract_devices
@@ -64,6 +66,19 @@ def test_not_a_number_does_not_reach_the_next_owner(simulated: object) -> None:
     pool.free(table)
 
 
+def test_a_failed_request_takes_no_host_memory(simulated: object) -> None:
+    """It has blocks for its longest answer, and may have failed because the host has no memory for them."""
+    pool = made(simulated(), 4096)  # type: ignore[operator]
+    table = pool.allocate_overflow(4000)
+    assert table is not None
+    pool.reserve_overflow(table, 0, 100)
+    pool.zero_exclusive(table)
+    written = pool.are_finite(table.slots(0, 4000))  # memory that was never written is NaN
+    assert written[:640].all()
+    assert not written[640:].any()
+    pool.free(table)
+
+
 def test_host_memory_is_not_device_memory(simulated: object) -> None:
     device = simulated()  # type: ignore[operator]
     free = device.free_bytes()
@@ -80,9 +95,16 @@ def test_a_full_host_is_that_requests_error(simulated: object, monkeypatch: pyte
     assert table is not None
     assert other is not None
     pool.reserve_overflow(table, 0, 256)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * PER_TOKEN))
+    monkeypatch.setattr(host_overflow, "free_bytes", lambda: 100 * PER_TOKEN)
     with pytest.raises(OverflowFailed, match="the host has no room for"):
         pool.reserve_overflow(other, 0, 256)
+    cache = PrefixCache(pool, 4)
+    cached = pool.allocate_overflow(96)
+    assert cached is not None
+    cache.insert(CachedSequence(np.arange(96, dtype=np.uint32), cached, CacheScope(), StoredPrefix()))
+    with pytest.raises(OverflowFailed):
+        cache.reserve_overflow(other, 0, 256)
+    assert cache.tables == [cached], "its eviction would give no memory back"
     pool.reserve_overflow(other, 0, 96)
     first = table.first_slot
     pool.free(table)
@@ -108,7 +130,7 @@ def test_a_size_is_checked_at_the_start(simulated: object, monkeypatch: pytest.M
     with pytest.raises(ConfigurationError, match="holds 100 tokens; the pool itself holds 512: it must be"):
         opened(overflow_bytes=100 * per_token)
     with monkeypatch.context() as patch:
-        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000 * per_token))
+        patch.setattr(overflow_builder, "free_bytes", lambda: 1000 * per_token)
         with pytest.raises(ConfigurationError, match="of host memory are free"):
             opened(overflow_bytes=1024 * per_token)
 

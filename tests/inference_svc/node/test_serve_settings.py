@@ -337,6 +337,19 @@ def test_gpus_are_given_to_workers_in_turn(children: Any, monkeypatch: pytest.Mo
     assert supervisor.worker_gpu(ServeConfig(), 0) == {}
 
 
+def test_workers_on_one_gpu_do_not_each_take_its_memory(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda: 2)
+
+    def pools(*flags: str) -> list[str]:
+        return [part for part in children("demo", *flags)[0] if part.startswith("--pool-bytes")]
+
+    assert pools() == []
+    assert pools("--devices", "0,1") == []
+    assert pools("--workers", "2") == [f"--pool-bytes={2 << 30}"]
+    assert pools("--devices", "0,1", "--workers", "3") == [f"--pool-bytes={2 << 30}"]
+    assert pools("--devices", "0", "--workers", "2", "--pool-bytes", "8GiB") == [f"--pool-bytes={8 << 30}"]
+
+
 def test_a_worker_of_several_ranks_gets_as_many_gpus(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "cuda_devices", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -38,6 +38,7 @@ def test_text_is_that_of_the_tokenizers_own_decode(skips_special: bool) -> None:
 
 def test_a_tokenizer_that_changes_the_text_decodes_by_itself() -> None:
     cleaning = AutoTokenizer.from_pretrained(DEMO_MODEL, clean_up_tokenization_spaces=True)
+    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     assert getattr(_decoder_of(cleaning, True), "func", None) == cleaning.decode
 
     class Shouting(type(TOKENIZER)):  # type: ignore[misc]
