@@ -107,7 +107,8 @@ class RestartingProcess:
         """Probe the process while it runs. True if this method killed it.
 
         The process counts as silent for the sum of the failed probes' times. Wall-clock time would be wrong, because
-        the supervisor itself may have been suspended.
+        the supervisor itself may have been suspended. A process that was told to end may be silent: a draining gateway
+        has closed its port. ``terminate`` limits its time.
         """
         if self.probe is None:
             return False
@@ -123,7 +124,7 @@ class RestartingProcess:
                     self.ready.set()
                 starting = self.report.state == STARTING
                 pause = _STARTING_PROBE_INTERVAL_SECONDS if starting else _PROBE_INTERVAL_SECONDS
-                if not answered and not starting:
+                if not answered and not starting and not self._terminated:
                     silent_seconds += min(time.monotonic() - began, PROBE_SECONDS) + pause
                     self._set_report(replace(self.report, state=SILENT))
                     if 0 < self.liveness_seconds <= silent_seconds:

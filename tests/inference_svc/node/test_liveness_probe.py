@@ -48,19 +48,26 @@ server.start()
 servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 def fail(*_): servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 signal.signal(signal.SIGUSR1, fail)
+def drain(*_):
+    server.stop(0)
+    time.sleep(float(sys.argv[3]))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, drain)
 while True: time.sleep(0.05)
 """
 LIVENESS_SECONDS, DEADLINE_SECONDS = 3.0, 150.0
 
 
 @asynccontextmanager
-async def supervised(folder: Path, loading_seconds: float = 0.0) -> AsyncIterator[RestartingProcess]:
-    """A child with a liveness probe under a supervisor."""
+async def supervised(
+    folder: Path, loading_seconds: float = 0.0, draining_seconds: float = 0.0
+) -> AsyncIterator[RestartingProcess]:
+    """A child with a liveness probe under a supervisor. It closes its socket before it drains."""
     folder.chmod(0o700)
     socket = folder / "worker-0.sock"
     config = ServeConfig(model="demo", runtime_dir=folder, liveness_seconds=LIVENESS_SECONDS)
     node = Supervisor(config, WorkerConfig(model="demo"))
-    command = [sys.executable, "-c", _SERVICE, str(socket), str(loading_seconds)]
+    command = [sys.executable, "-c", _SERVICE, str(socket), str(loading_seconds), str(draining_seconds)]
     child = node._launch("worker-0", command, GrpcProbe(socket))
     try:
         yield child
@@ -83,6 +90,17 @@ async def test_a_child_that_does_not_answer_or_says_not_serving_is_killed_and_st
         assert time.monotonic() - began >= LIVENESS_SECONDS / 2
         assert (child.report.kills, child.report.deaths) == (1, 0)
         assert read_reports(tmp_path, os.getpid())["worker-0"] == child.report
+
+
+async def test_a_child_may_be_silent_while_it_drains(tmp_path: Path) -> None:
+    """A gateway that drained for longer than the liveness limit was killed, and lost its streams."""
+    async with supervised(tmp_path, draining_seconds=3 * LIVENESS_SECONDS) as child:
+        await asyncio.wait_for(child.ready.wait(), DEADLINE_SECONDS)
+        process = child.process
+        assert process is not None
+        await child.terminate()
+        assert process.returncode == 0
+        assert child.report.kills == 0
 
 
 # A worker whose device is the fake driver's: after the file is there, its context is dead, and the process may hang.
