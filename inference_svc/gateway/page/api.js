@@ -2,17 +2,17 @@
 
 import { apiKey, salt } from "./storage.js";
 
-/** An API error, in one sentence. `keyWanted`: the key is missing or wrong. */
+/** An API error, in one sentence. `keyWanted`: the key is missing or wrong, and is not replaced yet. */
 export class Trouble extends Error {
-  constructor(text, status = 0) {
+  constructor(text, status = 0, key = "") {
     super(text);
-    this.keyWanted = status === 401;
+    this.keyWanted = status === 401 && key === apiKey();
   }
 }
 
 async function call(path, { body, signal } = {}) {
-  const headers = {};
-  if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
+  const headers = {}, key = apiKey();
+  if (key) headers.Authorization = `Bearer ${key}`;
   if (salt()) headers["X-Cache-Salt"] = encodeURIComponent(salt());
   if (body) headers["Content-Type"] = "application/json";
   let answer;
@@ -24,7 +24,7 @@ async function call(path, { body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new Trouble("The server does not answer; it may have ended, or the network is away.");
   }
-  if (!answer.ok) throw new Trouble(await reason(answer), answer.status);
+  if (!answer.ok) throw new Trouble(await reason(answer), answer.status, key);
   return answer;
 }
 

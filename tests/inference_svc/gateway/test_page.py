@@ -354,6 +354,31 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_only(opened: Any, locked: Gatewa
     assert page.evaluate("[...Object.values(localStorage)].filter((v) => /guest|chief/.test(v))") == []
 
 
+def test_a_late_refusal_of_an_old_key_does_not_ask_again(opened: Any, locked: Gateway) -> None:
+    page, held = opened(locked, allowed="401 (Unauthorized)"), list[Any]()
+
+    def hold(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer wrong":
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/kvsidecar/v1/node", hold)
+    for key in ("wrong", "guest"):
+        expect(page.locator("#key")).to_be_visible()
+        page.fill("#key-value", key)
+        page.keyboard.press("Enter")
+        if key == "wrong":
+            expect(page.locator("#key-why")).to_contain_text("was refused")
+    expect(page.locator("#key")).to_be_hidden()
+    (late,) = held
+    with page.expect_response(lambda answer: answer.status == 401):
+        late.continue_()
+    expect(page.locator("#node")).to_contain_text("You see what is yours")
+    expect(page.locator("#key")).to_be_hidden()
+    assert ask(page, "open").locator(".problem").is_hidden()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> None:
     page = opened(color_scheme=scheme)
