@@ -47,13 +47,13 @@ def measure(engine: Engine, decoder: Decoder, sequences: int, steps: int) -> dic
     """Measure steps of ``sequences`` sequences."""
     loaded = engine._runtime.engine.loaded
     logits = RandomLogits(int(loaded.config.vocab_size), loaded.stop_tokens)
-    rng, forward = random.Random(sequences), decoder.compute
+    rng = random.Random(sequences)
     prompts = [[rng.randrange(16, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(sequences)]
     vars(decoder)["compute"] = logits.compute
     try:
         engine.generate_batch(prompts, max_tokens=_WARM_UP_STEPS + steps, temperature=0)
     finally:
-        vars(decoder)["compute"] = forward
+        del vars(decoder)["compute"]
     gaps = logits.gaps_ms[sequences][_WARM_UP_STEPS:]
     low, median, high = (round(float(np.quantile(gaps, q)), 3) for q in (0.1, 0.5, 0.9))
     return {"sequences": sequences, "steps": len(gaps), "median_ms": median, "p10_ms": low, "p90_ms": high}

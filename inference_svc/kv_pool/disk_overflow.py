@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
 import mmap
 import os
 import tempfile
@@ -31,7 +30,8 @@ import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 
-from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.overflow import count_blocks
 
 log = structlog.get_logger("engine")
 
@@ -69,9 +69,8 @@ class DiskOverflow:
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # the file system refused to free disk blocks; logged once
         self._users: dict[int, set[int]] = {}  # maps each group with disk blocks to its KV blocks in use
-        self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
-        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
-        self.pages = self._whole(-(-tokens // PAGE_TOKENS))
+        counts = count_blocks(memory_tokens, tokens, self._page_bytes, mmap.PAGESIZE, self._group)
+        self.memory_pages, self.first_page, self.pages = counts
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
         self._file_bytes = self.pages * self._page_bytes  # bytes of the file per strip
         self._strips = 2 * layers * kv_heads
@@ -141,12 +140,6 @@ class DiskOverflow:
         """Does nothing, because released blocks read as zeros."""
 
     # ---- parts ----------------------------------------------------------------------------------------------
-
-    def _whole(self, pages: int) -> int:
-        """Rounds up a number of KV blocks so that every strip fills whole memory pages and disk blocks."""
-        each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
-        each = math.lcm(each, self._group)
-        return -(-pages // each) * each
 
     @staticmethod
     def _opened(folder: Path) -> int:

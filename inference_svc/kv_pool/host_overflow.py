@@ -12,7 +12,6 @@ bandwidth. Attention of many rows would read them several times, and copies them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from inference_svc.kv_pool.block_allocator import zero_runs
 from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
+from inference_svc.kv_pool.overflow import count_blocks
 
 # Both parts of a strip are multiples of this size, because a device maps memory in pages.
 _GRANULE_BYTES = 64 << 10
@@ -54,9 +54,8 @@ class HostOverflow:
         ``extended`` is this method of the device. Raises DeviceLacks, torch.OutOfMemoryError.
         """
         self._page_bytes, self._strips = PAGE_TOKENS * head_dim * dtype.itemsize, layers * kv_heads
-        self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
-        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
-        self.pages = self._whole(-(-tokens // PAGE_TOKENS))
+        counts = count_blocks(memory_tokens, tokens, self._page_bytes, _GRANULE_BYTES)
+        self.memory_pages, self.first_page, self.pages = counts
         parts = self.first_page * self._page_bytes, self.pages * self._page_bytes
         shape = (layers, kv_heads, (self.first_page + self.pages) * PAGE_TOKENS, head_dim)
         self.keys, self.values = (extended(self._strips, *parts).view(dtype).view(shape) for _ in range(2))
@@ -105,8 +104,3 @@ class HostOverflow:
     def _zero(self, page: int, pages: int) -> None:
         for tensor in (self.keys, self.values):
             tensor[:, :, page * PAGE_TOKENS : (page + pages) * PAGE_TOKENS] = 0
-
-    def _whole(self, pages: int) -> int:
-        """Rounds up a number of blocks to whole granules."""
-        each = _GRANULE_BYTES // math.gcd(_GRANULE_BYTES, self._page_bytes)
-        return -(-pages // each) * each

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Protocol
 
 from torch import Tensor
+
+from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
 
 
 class Overflow(Protocol):
@@ -38,3 +41,20 @@ class Overflow(Protocol):
     def clear(self, page: int, pages: int) -> None:
         """Makes sure that blocks, which may contain NaN, do not contain NaN after their release."""
         ...
+
+
+def count_blocks(
+    memory_tokens: int, tokens: int, page_bytes: int, granule: int, group: int = 1
+) -> tuple[int, int, int]:
+    """Returns ``memory_pages``, ``first_page`` and ``pages`` of an overflow of ``tokens`` tokens.
+
+    In each strip of ``page_bytes`` per block, both parts are whole granules of ``granule`` bytes, and whole groups of
+    ``group`` blocks.
+    """
+    each = math.lcm(granule // math.gcd(granule, page_bytes), group)
+
+    def whole(pages: int) -> int:
+        return -(-pages // each) * each
+
+    memory_pages = max(1, memory_tokens // PAGE_TOKENS)
+    return memory_pages, whole(memory_pages + KEY_BLOCK // PAGE_TOKENS), whole(-(-tokens // PAGE_TOKENS))

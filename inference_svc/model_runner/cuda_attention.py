@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby
 
 import numpy as np
 import structlog
@@ -65,8 +65,8 @@ class CudaAttention:
         if not batch.index:
             batch.index = build_index(batch)
         real, parts = query[: batch.real].contiguous(), []
-        for part, after in zip_longest(batch.index, batch.index[1:]):
-            rows = real[part.first_row : after.first_row if after else None]
+        for part in batch.index:
+            rows = real[part.first_row : part.end_row]
             keys, values = batch.pool.keys[layer], batch.pool.values[layer]
             if part.copied is not None:
                 keys, values = keys[:, part.copied].contiguous(), values[:, part.copied].contiguous()
@@ -149,9 +149,9 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
     first = [s.first_slot for s in segments]
     if _is_copied(segments[0], batch.pool):
         assert first[0] is not None
-        return CudaIndex(at, int32([0] * len(first)), None, start, slice(first[0], first[0] + at.max_kv_len))
+        return CudaIndex(at, int32([0] * len(first)), None, start, end, slice(first[0], first[0] + at.max_kv_len))
     if None not in first:
-        return CudaIndex(at, int32([f for f in first if f is not None]), None, start)
+        return CudaIndex(at, int32([f for f in first if f is not None]), None, start, end)
     pages = torch.zeros(len(segments), at.max_kv_len, dtype=torch.int32, device=device)
     for line, segment in zip(pages, segments, strict=True):
         if segment.slots is not None:
@@ -159,7 +159,7 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
         elif segment.first_slot is not None:
             there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
             line[: segment.keys] = there.clamp_min(0)  # released keys are behind the window: the kernel skips them
-    return CudaIndex(at, None, pages, start)
+    return CudaIndex(at, None, pages, start, end)
 
 
 def make_cuda_attention(

@@ -156,14 +156,15 @@ class Segment:
 class CudaIndex:
     """Rows and key locations of a batch, or of a part of it, on a CUDA device; the same for all layers.
 
-    ``first_row`` is the batch's row of ``rows``' first query. ``copied`` is the range of slots whose keys and values
-    are copied to device memory before each layer's attention, which then sees the copy.
+    ``rows`` are the batch's rows from ``first_row`` to ``end_row`` (None: the last). ``copied`` is the range of slots
+    whose keys and values are copied to device memory before each layer's attention, which then sees the copy.
     """
 
     rows: AttentionRows
     first_slot: Tensor | None
     pages: Tensor | None
     first_row: int = 0
+    end_row: int | None = None
     copied: slice | None = None
 
 

@@ -18,8 +18,6 @@ from inference_svc.kv_pool import MAX_BRANCHES
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
 ADAPTER_NAME_RULE = "at most 96 letters, digits and . _ : / -, the first of them a letter or a digit"
 MAX_ADAPTERS = 32
-
-
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 2048
 # Size of a KV pool in host memory, if it is not configured.
 HOST_POOL_BYTES = 2 << 30

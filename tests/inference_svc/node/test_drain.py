@@ -49,7 +49,7 @@ def test_readiness_fails_while_a_running_stream_and_late_requests_finish(tmp_pat
     served = Served(tmp_path, workers=1, settings={"KVSIDECAR_DRAIN_SECONDS": "150"})
     try:
         assert [httpx.get(f"{served.url}{path}").status_code for path in ("/livez", "/readyz")] == [200, 200]
-        stream = Stream(served, max_tokens=400)
+        stream = Stream(served, max_tokens=1200)
         served.process.terminate()
         served.until(lambda: httpx.get(f"{served.url}/readyz").status_code == 503)
         assert httpx.get(f"{served.url}/readyz").json()["status"] == "draining"
