@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +75,18 @@ def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:
     return sum(sum(begin < x <= end for x in t) for t in times) / (end - begin)
 
 
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run processes that only compute, as other pods of a machine do."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 class Transformers:
     """Generate loop of transformers, with its SDPA attention and dynamic cache."""
 
@@ -123,6 +137,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             bits: stack.enter_context(Node(options.model, pool_bytes="1GiB", worker_flags={"weights": bits}))
             for bits in options.weights
         }
+        stack.enter_context(busy_processes(options.busy))
         progress = stack.enter_context(report.progress())
         task = progress.add_task("measuring", total=options.repeats * len(options.batches))
         for repeat in range(options.repeats):
@@ -178,6 +193,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="weight bits, including 16"
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--busy", type=int, default=0, help="processes that only compute beside the engines (0)")
     parser.add_argument("--transformers-repeats", type=int, default=3)
     options = parser.parse_args(arguments)
     if 16 not in options.weights:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 
 from kvsidecar.extras import refusal
+from kvsidecar.process.cpus import limit_openmp_spinning
 from kvsidecar.process.fast_import import fast_imports, gc_paused, skip_optional_imports
 from kvsidecar.process.sigint import EXIT_CODE
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    limit_openmp_spinning()
     try:
         return _run(arguments[0] if arguments else "", arguments[1:])
     except KeyboardInterrupt:

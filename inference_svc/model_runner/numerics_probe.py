@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from kvkernels import pack_chunk
 from kvkernels.cpu import quantized_gemm
 from kvkernels.device.visible_devices import device_of
 from kvsidecar.chunk_layout import new_header
+from kvsidecar.process.cpus import usable_cpus
 from torch import Tensor, nn
 
 from inference_svc.kv_pool.kv_pool import DeviceAttention, KVPool
@@ -239,7 +239,7 @@ def with_numerics_identity(
     ``bits`` is the number of bits per element of stored chunks. ``threads`` is the engine's number of compute threads;
     0 means all cores. ``shared`` is the setting ``--share-across-machines``.
     """
-    probe = NumericsProbe(loaded, decoder, threads or len(os.sched_getaffinity(0)), native)
+    probe = NumericsProbe(loaded, decoder, threads or usable_cpus(), native)
     return replace(loaded, numerics=NumericsIdentity(probe.id(bits), shared))
 
 

@@ -26,6 +26,7 @@ from kvsidecar.cli.service_settings import configure_logging, read_settings, ref
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.http_health import health_status
+from kvsidecar.process.cpus import usable_cpus
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
@@ -174,7 +175,7 @@ class Supervisor:
         if "pool_bytes" not in own.model_fields_set and self._config.workers > max(1, len(_gpu_numbers(self._config))):
             flags["pool_bytes"] = own.planned_pool_bytes  # several workers on one GPU must not each take it all
         if "threads" not in own.model_fields_set:
-            flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
+            flags["threads"] = max(1, usable_cpus() // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
             flags["memory_bytes"] = self._worker_memory_bytes
         if "overflow_bytes" not in own.model_fields_set and self._store_is_private():

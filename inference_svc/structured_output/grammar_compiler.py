@@ -8,7 +8,6 @@ No grammar of 64 KiB in the tests takes longer than two seconds. Grammars compil
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from typing import Any
 import structlog
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.process.cpus import usable_cpus
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -57,7 +57,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         # These threads must run only NumPy and llguidance: torch would keep a team of OpenMP threads for each of them.
-        threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        threads = max(1, min(_MAX_THREADS, usable_cpus() // 2))
         self._threads = ThreadPoolExecutor(threads, "mask")
 
     def warm_up(self) -> None:

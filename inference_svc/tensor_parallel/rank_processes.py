@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 import structlog
 from kvsidecar.errors import Unavailable
+from kvsidecar.process.cpus import usable_cpus
 from kvsidecar.process.interpreter import python_command
 
 from inference_svc.server.worker_config import WorkerConfig
@@ -205,4 +205,4 @@ class RankProcesses:
 
 def num_threads(config: WorkerConfig) -> int:
     """Number of compute threads of one rank: the ranks divide the cores."""
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
+    return config.threads or max(1, usable_cpus() // config.tensor_parallel_size)

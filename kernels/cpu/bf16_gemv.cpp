@@ -9,40 +9,45 @@ using namespace kvk;
 
 namespace {
 
-constexpr int ROWS = 4, OUTPUTS = 64, VECTORS = OUTPUTS / LANES;
+constexpr int ROWS = 4, OUTPUTS = 64;
+constexpr int LINES = OUTPUTS * 4 / 64;      // cache lines of one word of all outputs
+constexpr int COLUMN = OUTPUTS / LINES;      // outputs of a column: those of one cache line
 constexpr int64_t SLAB = 32;                 // rows whose sums lie in the L1 cache
 constexpr int64_t PIECE = 64;                // words of each output: 16 KB of weights
-constexpr int LINES = OUTPUTS * 4 / 64;      // cache lines of one word of all outputs
 constexpr int64_t PIECE_BYTES = PIECE * OUTPUTS * 4;
 
-// Multiplies one piece of a strip by four rows; adds to `sums`. Prefetches FETCHED lines for each word from `ahead` on.
-template <int FETCHED>
+// Multiplies COUNT columns of one piece of a strip by four rows; adds to `sums`. Prefetches FETCHED lines for each word
+// from `ahead` on.
+template <int COUNT, int FETCHED>
 void multiply(const int32_t* weight, const int32_t* x, int64_t words, int64_t count, bool begin, float* kept,
               const char* ahead) {
+  constexpr int VECTORS = COUNT * COLUMN / LANES, STEP = COUNT < LINES ? LINES : FETCHED;
   Floats sums[ROWS][VECTORS];
   for (int i = 0; i < ROWS; i++)
-    for (int n = 0; n < VECTORS; n++) sums[i][n] = begin ? Floats{} : load<Floats>(kept + i * OUTPUTS + n * LANES);
+    for (int n = 0; n < VECTORS; n++) sums[i][n] = begin ? Floats{} : load<Floats>(kept + (i * VECTORS + n) * LANES);
   for (int64_t word = 0; word < count; word++) {
     Words w[VECTORS];
     for (int n = 0; n < VECTORS; n++) w[n] = load<Words>(weight + word * OUTPUTS + n * LANES);
-    for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + (word * FETCHED + line) * 64);
+    for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + (word * STEP + line) * 64);
     for (int i = 0; i < ROWS; i++) {
       const Words number = splat(x[i * words + word]);
       for (int n = 0; n < VECTORS; n++) sums[i][n] = dot(w[n], number, sums[i][n]);
     }
   }
   for (int i = 0; i < ROWS; i++)
-    for (int n = 0; n < VECTORS; n++) store(kept + i * OUTPUTS + n * LANES, sums[i][n]);
+    for (int n = 0; n < VECTORS; n++) store(kept + (i * VECTORS + n) * LANES, sums[i][n]);
 }
 
-// Multiplies a strip by up to SLAB rows. Each piece of the strip fits into the L1 cache and is multiplied by all rows
-// before the next piece. Meanwhile, the first groups of rows prefetch the next piece; otherwise memory would be idle.
-// Between pieces the sums stay unchanged in the L1 cache.
-void multiply_strip(const Bf16GemvJob& job, int64_t strip, int64_t first_row, int64_t rows) {
-  alignas(64) float kept[SLAB * OUTPUTS], total[SLAB * OUTPUTS];
+// Multiplies COUNT columns of a strip, from `column` on, by up to SLAB rows. Each piece of the strip fits into the L1
+// cache and is multiplied by all rows before the next piece. Meanwhile, the first groups of rows prefetch the next
+// piece; otherwise memory would be idle. Between pieces the sums stay unchanged in the L1 cache.
+template <int COUNT> void multiply_columns(const Bf16GemvJob& job, int64_t column, int64_t first_row, int64_t rows) {
+  constexpr int WIDTH = COUNT * COLUMN;
+  alignas(64) float kept[SLAB * WIDTH], total[SLAB * WIDTH];
   const int64_t words = job.inputs / 2, step = job.block / 2;
-  const int fetched = rows <= ROWS ? LINES : rows < 4 * ROWS ? LINES / 2 : 1;
-  const int32_t *weight = job.weight + strip * OUTPUTS * words, *x = job.x + first_row * words;
+  const int fetched = rows <= ROWS || COUNT < LINES ? COUNT : rows < 4 * ROWS ? LINES / 2 : 1;
+  const int32_t* weight = job.weight + column / LINES * OUTPUTS * words + column % LINES * COLUMN;
+  const int32_t* x = job.x + first_row * words;
   for (int64_t first = 0; first < words; first += step) {
     const int64_t end = first + step < words ? first + step : words;
     for (int64_t from = first; from < end; from += PIECE) {
@@ -50,22 +55,22 @@ void multiply_strip(const Bf16GemvJob& job, int64_t strip, int64_t first_row, in
       const int32_t* piece = weight + from * OUTPUTS;
       for (int64_t group = 0; group < rows / ROWS; group++) {
         const char* ahead = (const char*)piece + PIECE_BYTES + group * fetched * PIECE * 64;
-        const auto run = (group + 1) * fetched > LINES ? multiply<0>
-                         : fetched == LINES            ? multiply<LINES>
-                         : fetched == LINES / 2        ? multiply<LINES / 2>
-                                                       : multiply<1>;
-        run(piece, x + group * ROWS * words + from, words, count, from == first, kept + group * ROWS * OUTPUTS, ahead);
+        const auto run = (group + 1) * fetched > COUNT ? multiply<COUNT, 0>
+                         : fetched == COUNT            ? multiply<COUNT, COUNT>
+                         : fetched == LINES / 2        ? multiply<COUNT, LINES / 2>
+                                                       : multiply<COUNT, 1>;
+        run(piece, x + group * ROWS * words + from, words, count, from == first, kept + group * ROWS * WIDTH, ahead);
       }
     }
-    for (int64_t k = 0; k < rows * OUTPUTS; k += LANES)
+    for (int64_t k = 0; k < rows * WIDTH; k += LANES)
       store(total + k, (first ? load<Floats>(total + k) : Floats{}) + load<Floats>(kept + k));
   }
-  for (int n = 0; n < VECTORS; n++) {
-    const int64_t column = strip * OUTPUTS + n * LANES;
-    const Floats bias = job.bias ? widened(job.bias + column) : Floats{};
+  for (int n = 0; n < WIDTH; n += LANES) {
+    const int64_t output = column * COLUMN + n;
+    const Floats bias = job.bias ? widened(job.bias + output) : Floats{};
     for (int64_t row = 0; row < rows; row++) {
-      const Floats sum = load<Floats>(total + row * OUTPUTS + n * LANES);
-      narrow_coarsely(job.y + (first_row + row) * job.outputs + column, job.bias ? sum + bias : sum);
+      const Floats sum = load<Floats>(total + row * WIDTH + n);
+      narrow_coarsely(job.y + (first_row + row) * job.outputs + output, job.bias ? sum + bias : sum);
     }
   }
 }
@@ -74,11 +79,20 @@ void multiply_strip(const Bf16GemvJob& job, int64_t strip, int64_t first_row, in
 
 KVK_JOB(bf16_gemv, Bf16GemvJob)
 
-// Called by every thread of the team; each streams one contiguous part of the weight.
+// Called by every thread of the team; each streams one contiguous part of the weight. A part may begin and end within a
+// strip, so that the parts of a narrow product are equal.
 KVK_EXPORT void kvk_bf16_gemv(Bf16GemvJob* job) {
-  const int64_t strips = job->outputs / OUTPUTS;
-  for (int64_t part; (part = claim_next(&job->next_item)) < job->parts;)
-    for (int64_t strip = strips * part / job->parts; strip < strips * (part + 1) / job->parts; strip++)
+  const int64_t columns = job->outputs / COLUMN;
+  for (int64_t part; (part = claim_next(&job->next_item)) < job->parts;) {
+    const int64_t end = columns * (part + 1) / job->parts;
+    for (int64_t column = columns * part / job->parts, count; column < end; column += count) {
+      count = LINES - column % LINES < end - column ? LINES - column % LINES : end - column;
+      const auto run = count == 4   ? multiply_columns<4>
+                       : count == 3 ? multiply_columns<3>
+                       : count == 2 ? multiply_columns<2>
+                                    : multiply_columns<1>;
       for (int64_t row = 0; row < job->rows; row += SLAB)
-        multiply_strip(*job, strip, row, job->rows - row < SLAB ? job->rows - row : SLAB);
+        run(*job, column, row, job->rows - row < SLAB ? job->rows - row : SLAB);
+    }
+  }
 }

@@ -283,11 +283,11 @@ template <class T> void rows(int64_t width) {
     }
 }
 
-static void check_bf16_gemv() {
+static void check_bf16_gemv(int64_t parts) {
   const int64_t inputs = 100, outputs = 128, count = 8;
   Buffer<bf16> weight(inputs * outputs), x(count * inputs), bias(outputs), y(count * outputs);
   fill(weight, inputs * outputs), fill(x, count * inputs), fill(bias, outputs);
-  Bf16GemvJob job = {0, 2, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count};
+  Bf16GemvJob job = {0, parts, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count};
   kvk_bf16_gemv(&job);
   for (int64_t row = 0; row < count; row++)
     for (int64_t o = 0; o < outputs; o++) {
@@ -389,7 +389,7 @@ int main(int arguments, char**) {
   for (int64_t bits = 16; bits >= 4; bits /= 2)
     for (int turned = 0; turned < 2; turned++) check_kv_pack<float>(bits, 70, turned), check_kv_pack<bf16>(bits, 81, turned);
   rows<float>(75), rows<bf16>(75), rows<bf16>(64);
-  check_bf16_gemv();
+  for (int64_t parts = 1; parts < 8; parts++) check_bf16_gemv(parts);  // also parts that begin within a strip
   for (int64_t storage = STORED_FLOAT; storage <= STORED_CODED8; storage++)
     for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) check_f32_gemm(storage, 70, 160, rows);
   check_cpu_graph();

@@ -43,6 +43,20 @@ def test_bits_are_those_of_one_dnn(outputs: int, inputs: int, biased: bool) -> N
     assert layer._streamed is not None, "all is right, and as slow as before"
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 16, 64])
+@pytest.mark.parametrize("outputs", [64, 192, 576, 960])
+def test_narrow_products_are_divided_within_strips(outputs: int, threads: int) -> None:
+    """Otherwise a model with narrow layers would have no CPU graph on a machine with many cores."""
+    torch.manual_seed(outputs + threads)
+    layer = PackedLinear(wide(outputs, 192), wide(outputs))
+    inputs = [wide(rows, 192) for rows in (ROWS, 3 * ROWS, MAX_ROWS)]
+    expected = [layer.by_onednn(x) for x in inputs]
+    torch.set_num_threads(threads)
+    for x, bits in zip(inputs, expected, strict=True):
+        assert torch.equal(layer(x), bits), f"{len(x)} rows"
+    assert layer._streamed is not None
+
+
 def test_what_it_does_not_serve_one_dnn_does() -> None:
     for outputs, inputs, rows in (
         (192, 100, 4),

@@ -27,8 +27,6 @@ _VARIANT = "avx512bf16"
 # Lengths of oneDNN's blocks of input features.
 _BLOCKS = (512, 1024, 256, 2048)
 _PROBE_ROWS = 64
-# With fewer strips of 64 outputs per thread, the load is unbalanced.
-_MIN_STRIPS = 2
 
 
 class _Job(ctypes.Structure):
@@ -112,12 +110,11 @@ def find_bit_exact_gemv(packed: Tensor, bias: Tensor | None) -> Bf16Gemv | None:
     shape takes the time of a few products of 64 rows; further weights of that shape take none.
     """
     serving, (outputs, inputs) = kernel(), packed.shape
-    threads = torch.get_num_threads()
-    if serving is None or outputs % _OUTPUTS or outputs // _OUTPUTS < _MIN_STRIPS * threads or inputs % 2:
+    if serving is None or outputs % _OUTPUTS or inputs % 2:
         return None
     if int(torch.ops.mkldnn._nbytes(packed)) != outputs * inputs * 2:
         return None
-    block = _block(outputs, inputs, bias is not None, threads)
+    block = _block(outputs, inputs, bias is not None, torch.get_num_threads())
     return Bf16Gemv(packed, bias, block, serving) if block else None
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from kvsidecar.process.cpus import usable_cpus
 
 
 @cache
@@ -74,7 +75,7 @@ def _cores() -> set[int]:
 @cache
 def num_own_threads() -> int:
     """Return the number of threads that copy chunks."""
-    return len(_cores()) or os.cpu_count() or 1
+    return usable_cpus(len(_cores()))
 
 
 @cache

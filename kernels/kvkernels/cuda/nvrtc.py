@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvsidecar.process.cpus import usable_cpus
+
 from kvkernels.cuda import cuda_sources
 
 INSTALL = "pip install nvidia-cuda-nvrtc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79"
@@ -117,7 +119,7 @@ def find_compiler(architecture: str) -> Compiler:
 def compile_kernels(architecture: str) -> list[bytes]:
     """Compile all kernels to cubins for ``sm_XX``, in parallel. Raises RuntimeError with the compiler's message."""
     compiler = find_compiler(architecture)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         return list(pool.map(lambda text: compiler.compile(text, architecture), cuda_sources.programs()))
 
 

@@ -29,6 +29,7 @@ from kvsidecar.extras import missing_packages
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import vllm_install as vllm
+from kvsidecar.process.cpus import usable_cpus
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.node_report import find_node
@@ -74,7 +75,7 @@ def _machine() -> list[Finding]:
     free = free_bytes()
     enough = free > _LEAST_MEMORY
     return [
-        Finding("machine", _OK, f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"),
+        Finding("machine", _OK, f"{platform.machine()}, {_cores()}, Python {platform.python_version()}"),
         Finding(
             "memory",
             _OK if enough else _NOTE,
@@ -174,6 +175,11 @@ def bits_finding(served: dict[str, Any], unset: dict[str, Any], chosen: str, cpu
 
 def _shapes(probe: dict[str, Any]) -> str:
     return "; ".join(f"{dtype} products {', '.join(shapes)}" for dtype, shapes in probe["uneven"].items() if shapes)
+
+
+def _cores() -> str:
+    usable, all_of_them = usable_cpus(), os.cpu_count() or 1
+    return f"{all_of_them} cores" if usable >= all_of_them else f"{usable} of {all_of_them} cores"
 
 
 def _cpu() -> str:

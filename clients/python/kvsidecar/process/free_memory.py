@@ -5,14 +5,12 @@ Does not import torch, so that commands can check memory before they load torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-_GROUPS = Path("/sys/fs/cgroup")
-_STATUS = Path("/proc/self/cgroup")
+from kvsidecar.process.control_groups import control_groups, lines_of
 
 
 def free_bytes(allowed: int = 0) -> int:
@@ -35,8 +33,8 @@ def resident_bytes() -> int:
 def memory_limit_bytes() -> int:
     """Return the maximal memory of this process: the minimum over the machine and its control groups."""
     limits = [int(psutil.virtual_memory().total)]
-    for folder, files in _groups():
-        text = "".join(_lines(folder / files.limit))
+    for folder, version in control_groups("memory"):
+        text = "".join(lines_of(folder / _FILES[version].limit))
         if text.isdigit():
             limits.append(int(text))
     return min(limits)
@@ -44,8 +42,8 @@ def memory_limit_bytes() -> int:
 
 def oom_kills() -> int:
     """Return the number of processes in this control group that the kernel killed for lack of memory."""
-    for folder, files in _groups():
-        for line in _lines(folder / files.events):
+    for folder, version in control_groups("memory"):
+        for line in lines_of(folder / _FILES[version].events):
             name, _, count = line.partition(" ")
             if name == "oom_kill" and count.isdigit():
                 return int(count)
@@ -61,48 +59,24 @@ class _GroupFiles:
     events: str
 
 
-_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
-_V2 = _GroupFiles("memory.max", "memory.current", "memory.events")
-
-
-def _groups() -> Iterator[tuple[Path, _GroupFiles]]:
-    """Yield this process's memory control groups, the innermost first, in both cgroup versions."""
-    for line in _lines(_STATUS):
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            tops, files = [_GROUPS, _GROUPS / "unified"], _V2
-        elif "memory" in controllers.split(","):
-            tops, files = [_GROUPS / "memory"], _V1
-        else:
-            continue
-        for top in tops:
-            group = top / path.lstrip("/")
-            # In a container, the container's own group is mounted at the top, under another name than outside.
-            for folder in (group, *group.parents) if group.is_dir() else (top,):
-                if not folder.is_relative_to(top):
-                    break
-                yield folder, files
+_FILES = {
+    1: _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
+    2: _GroupFiles("memory.max", "memory.current", "memory.events"),
+}
 
 
 def _of_groups() -> list[int]:
     """Return the free bytes of each memory control group of this process."""
-    found = (_left(folder, files) for folder, files in _groups())
+    found = (_left(folder, _FILES[version]) for folder, version in control_groups("memory"))
     return [left for left in found if left is not None]
 
 
 def _left(folder: Path, files: _GroupFiles) -> int | None:
-    texts = ["".join(_lines(folder / name)) for name in (files.limit, files.usage)]
+    texts = ["".join(lines_of(folder / name)) for name in (files.limit, files.usage)]
     if not all(text.isdigit() for text in texts):
         return None  # there is no limit ("max"), or no such group
     most, used = map(int, texts)
-    cached = {name: int(n) for name, n in (line.split() for line in _lines(folder / "memory.stat"))}
+    cached = {name: int(n) for name, n in (line.split() for line in lines_of(folder / "memory.stat"))}
     # Version 1 counts nested groups under separate names.
     cached_files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
     return most - used + cached_files
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return []

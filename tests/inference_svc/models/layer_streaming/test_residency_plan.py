@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.process import free_memory
+from kvsidecar.process import control_groups, free_memory
 
 from inference_svc.models.layer_streaming import residency_plan, weight_placement
 from inference_svc.models.layer_streaming.residency_plan import (
@@ -101,8 +101,8 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path, monkeyp
     (outer / "memory.stat").write_text("anon 400\ninactive_file 200\nactive_file 50\n")
     status = tmp_path / "status"
     status.write_text("0::/outer/inner\n" if version == 2 else "5:cpu,memory:/outer/inner\n0::/\n")
-    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(free_memory, "_STATUS", status)
+    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "_STATUS", status)
     assert free_memory.free_bytes() == 1000 - 700 + 250
     assert free_memory.free_bytes(allowed=free_memory.resident_bytes() - (1 << 20)) == 0
 
