@@ -366,10 +366,10 @@ class EngineCore:
     # ---- leaving the batch ----------------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Preempts a sequence: stores its tokens, frees its blocks, and puts it at the front of the queue."""
+        """Preempts a sequence: keeps its tokens elsewhere, frees its blocks, and puts it at the front of the queue."""
         self._remove(sequence)
         self._stats.preemptions += 1
-        if not self.preempted_kv_saver.save(sequence):
+        if self._finisher.move_to_overflow(sequence) or not self.preempted_kv_saver.save(sequence):
             self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:

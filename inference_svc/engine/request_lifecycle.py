@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 
 import structlog
-from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, status_of
+from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, OverflowFailed, status_of
 
 from inference_svc.context_reuse.token_provenance import provenance_spans
 from inference_svc.engine.engine_stats import EngineStats
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache, StoredPrefix, as_array
+from inference_svc.kv_pool.prefix_cache import (
+    MIN_SHARED_TOKENS,
+    CachedSequence,
+    PrefixCache,
+    StoredPrefix,
+    as_array,
+)
 from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sequence.kv_connector import KVConnector, LoadResult, SaveCallback
 from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput, SequenceState
@@ -180,6 +186,35 @@ class RequestFinisher:
             self._cache_pages(sequence)
         else:
             self.free_pages(sequence)
+
+    def move_to_overflow(self, sequence: Sequence) -> bool:
+        """Moves the blocks of a preempted sequence to the prefix cache, as a copy in host memory behind the pool.
+
+        Admission copies them back. False, with nothing changed, if the pool has no such memory or too little, or the
+        sequence may not be cached.
+        """
+        kv, overflow = sequence.kv, self._pool.overflow
+        table, tokens = kv.table, kv.num_exact
+        if overflow is None or not overflow.keeps_preempted:
+            return False
+        if not (sequence.reads_cache and sequence.request.cache.write and kv.is_loaded):
+            return False
+        if table is None or table.in_overflow or table.num_released or tokens < MIN_SHARED_TOKENS:
+            return False
+        copy = self._prefix_cache.allocate_overflow(tokens)
+        if copy is None:
+            return False
+        try:
+            self._prefix_cache.reserve_overflow(copy, 0, tokens)
+        except OverflowFailed:
+            self._pool.free(copy)
+            return False
+        copy.first_valid_token = table.first_valid_token
+        self._pool.copy_in_pieces(table, copy, tokens)
+        self.free_pages(sequence)
+        kept = CachedSequence(as_array(sequence.tokens[:tokens]), copy, sequence.cache_scope, kv.stored)
+        self._prefix_cache.insert(kept)
+        return True
 
     def _cache_pages(self, sequence: Sequence) -> None:
         kv = sequence.kv

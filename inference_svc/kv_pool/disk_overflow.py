@@ -48,6 +48,7 @@ class DiskOverflow:
     """
 
     frees_space: ClassVar[bool] = True
+    keeps_preempted: ClassVar[bool] = False
 
     def __init__(
         self,

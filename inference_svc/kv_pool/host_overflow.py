@@ -38,6 +38,7 @@ class HostOverflow:
     """
 
     frees_space: ClassVar[bool] = False
+    keeps_preempted: ClassVar[bool] = True
 
     def __init__(
         self,

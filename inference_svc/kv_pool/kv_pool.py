@@ -27,6 +27,8 @@ from inference_svc.kv_pool.zeroed_tensors import populate, zeros
 # Blocks behind a sliding window are freed in units of this many tokens. Our kernels read keys in units of 64 and must
 # not read a freed key.
 WINDOW_STEP = 64
+# Tokens per copy between the pool and its overflow.
+_COPIED_TOKENS = 1024
 
 
 class DeviceAttention(Protocol):
@@ -138,6 +140,11 @@ class KVPool(BlockAllocator):
             self.copy_slots(a + start, b + start, end - start)
         else:
             self.copy_scattered(source.slots(start, end), target.slots(start, end))
+
+    def copy_in_pieces(self, source: BlockTable, target: BlockTable, tokens: int) -> None:
+        """Copies the first ``tokens`` tokens between the pool and its overflow, with little memory for each copy."""
+        for at in range(0, tokens, _COPIED_TOKENS):
+            self.copy(source, target, at, min(at + _COPIED_TOKENS, tokens))
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
         """Copies ``count`` contiguous slots."""

@@ -24,6 +24,8 @@ class Overflow(Protocol):
     pages: int
     frees_space: ClassVar[bool]
     """True if ``release`` makes space for other blocks."""
+    keeps_preempted: ClassVar[bool]
+    """True if a preempted sequence moves here: faster than to the daemon and back."""
 
     @property
     def size_bytes(self) -> int:

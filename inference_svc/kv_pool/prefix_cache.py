@@ -138,6 +138,16 @@ class PrefixCache:
         self._drop(key)
         return True
 
+    def allocate_overflow(self, tokens: int) -> BlockTable | None:
+        """Allocates overflow blocks for ``tokens`` tokens, and evicts entries there until there are enough.
+
+        None if the overflow has too few blocks even then.
+        """
+        found = self._pool.allocate_overflow(tokens)
+        while found is None and self.evict(in_overflow=True):
+            found = self._pool.allocate_overflow(tokens)
+        return found
+
     def reserve_overflow(self, table: BlockTable, start: int, end: int) -> None:
         """Makes tokens writable with ``KVPool.reserve_overflow``.
 

@@ -234,13 +234,11 @@ class Admission:
             return True
         if cached is not None:
             self._prefix_cache.touch(cached)  # so that eviction reaches the source last
-        found = self._pool.allocate_overflow(wanted)
-        while found is None and self._prefix_cache.evict(in_overflow=True):
-            found = self._pool.allocate_overflow(wanted)
+        found = self._prefix_cache.allocate_overflow(wanted)
         if found is None:
             return False
         sequence.kv.attach(found)
         self._prefix_cache.reserve_overflow(found, 0, len(sequence.tokens) + LOOKAHEAD_TOKENS)
-        if source.tokens and source.table.ranges:  # no ranges: the loop above evicted the source
+        if source.tokens and source.table.ranges:  # no ranges: the allocation evicted the source
             self._blocks.copy_across(found, sequence, source)
         return True

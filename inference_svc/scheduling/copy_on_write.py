@@ -13,9 +13,6 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache
 from inference_svc.sequence.sequence import Sequence
 
-# Tokens per copy between the pool and its overflow.
-_COPIED_TOKENS = 1024
-
 
 @dataclass(frozen=True)
 class PrefixSource:
@@ -106,8 +103,7 @@ class CopyOnWrite:
 
     def copy_across(self, table: BlockTable, sequence: Sequence, source: PrefixSource) -> None:
         """Copies a prefix between the pool and its overflow."""
-        for at in range(0, source.tokens, _COPIED_TOKENS):
-            self._pool.copy(source.table, table, at, min(at + _COPIED_TOKENS, source.tokens))
+        self._pool.copy_in_pieces(source.table, table, source.tokens)
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)
         self.begin(sequence, source)

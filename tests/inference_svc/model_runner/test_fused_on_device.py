@@ -61,11 +61,11 @@ def made(
     return engine
 
 
-def answers(engine: Engine, asked: list[list[list[int]]]) -> list[list[int]]:
+def answers(engine: Engine, asked: list[list[list[int]]], length: int = 4) -> list[list[int]]:
     """Return the answers to prompts. The prompts of an inner list run together."""
     found = []
     for several in asked:
-        requests = [Request(ids, 4) for ids in several]
+        requests = [Request(ids, length) for ids in several]
         for request in requests:
             engine.submit(request.sequence)
         found += [request.tokens() for request in requests]
@@ -83,7 +83,10 @@ def test_fused_layers_order_all_their_accesses(
     asked = [[first], [first + prompt(2, 9), prompt(3, 33)]]
     want = answers(made(folder, torch.device("cpu"), emulated, monkeypatch, 512), asked)
     kernels = SimulatedKernels(device, emulated)
-    assert answers(made(folder, device.torch, kernels, monkeypatch, 512), asked) == want
+    engine = made(folder, device.torch, kernels, monkeypatch, 512)
+    assert answers(engine, asked) == want
+    assert engine._core._graphs is not None
+    assert engine._core._graphs._recorded, "decode steps were not recorded"
     kinds = {name.rsplit("_bf16", 1)[0] for name in device.launched}
     assert kinds >= {"add_norm", "rope", "silu_and_mul"}, kinds
     assert any(kind.startswith("attention") for kind in kinds)
@@ -112,3 +115,17 @@ def test_a_context_beyond_the_pool_is_read_from_host_memory(
     assert {at.start for at in copied} == {first}, "parts of prompts, and no decode step"
     assert max(at.stop for at in copied) == first + 580
     assert device.used_bytes - before < 560 * KVPool.bytes_per_token(2, 2, 64, torch.bfloat16)
+
+
+def test_a_preempted_sequence_waits_in_host_memory(
+    device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, asked = SimulatedKernels(device, library()), [[prompt(1, 60), prompt(2, 60)]]
+    large = made(folder, device.torch, kernels, monkeypatch, 2048)
+    want = answers(large, asked, 70)
+    assert large.stats.preemptions == 0
+    engine = made(folder, device.torch, kernels, monkeypatch, 256, 1024)
+    assert answers(engine, asked, 70) == want
+    assert engine.stats.preemptions == 1
+    assert engine.stats.overflow_admissions == 0, "it continues in the pool"
+    assert not any(table.in_overflow for table in engine._core.prefix_cache.tables), "the answer has replaced the copy"

@@ -173,6 +173,7 @@ class SimulatedDevice:
                 side.recording = None
         before.wait_stream(side)
 
+        @torch.inference_mode()  # a replay writes results of the recorded step, which ran in this mode
         def replay() -> Tensor:
             current = self.current_stream()
             for node in graph:
