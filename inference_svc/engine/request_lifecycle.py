@@ -9,6 +9,7 @@ from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, Overfl
 
 from inference_svc.context_reuse.token_provenance import provenance_spans
 from inference_svc.engine.engine_stats import EngineStats
+from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import (
     MIN_SHARED_TOKENS,
@@ -195,9 +196,7 @@ class RequestFinisher:
         """
         kv, overflow = sequence.kv, self._pool.overflow
         table, tokens = kv.table, kv.num_exact
-        if overflow is None or not overflow.keeps_preempted:
-            return False
-        if not (sequence.reads_cache and sequence.request.cache.write and kv.is_loaded):
+        if overflow is None or not overflow.keeps_preempted or not sequence.can_resume:
             return False
         if table is None or table.in_overflow or table.num_released or tokens < MIN_SHARED_TOKENS:
             return False
@@ -212,8 +211,7 @@ class RequestFinisher:
         copy.first_valid_token = table.first_valid_token
         self._pool.copy_in_pieces(table, copy, tokens)
         self.free_pages(sequence)
-        kept = CachedSequence(as_array(sequence.tokens[:tokens]), copy, sequence.cache_scope, kv.stored)
-        self._prefix_cache.insert(kept)
+        self._insert(sequence, tokens, copy)
         return True
 
     def _cache_pages(self, sequence: Sequence) -> None:
@@ -228,8 +226,12 @@ class RequestFinisher:
         self._pool.trim(table, exact)
         if self._pool.window:
             self._pool.release_prefix(table, self._pool.first_visible(max(0, exact - _RETOKENIZED_TOKENS)))
-        tokens = as_array(sequence.tokens[:exact])
-        self._prefix_cache.insert(CachedSequence(tokens, table, sequence.cache_scope, kv.stored))
+        self._insert(sequence, exact, table)
+
+    def _insert(self, sequence: Sequence, count: int, table: BlockTable) -> None:
+        """Adds a sequence's first ``count`` tokens, in the blocks of ``table``, to the prefix cache."""
+        tokens = as_array(sequence.tokens[:count])
+        self._prefix_cache.insert(CachedSequence(tokens, table, sequence.cache_scope, sequence.kv.stored))
 
 
 def _wait_for_loader(sequence: Sequence) -> None:

@@ -138,11 +138,19 @@ class PrefixCache:
         self._drop(key)
         return True
 
+    @property
+    def available_overflow_tokens(self) -> int:
+        """Token slots of the overflow that are free or belong to entries; slots that entries share count repeatedly."""
+        kept = sum(table.tokens for table in self.tables if table.in_overflow)
+        return self._pool.free_overflow_pages * PAGE_TOKENS + kept
+
     def allocate_overflow(self, tokens: int) -> BlockTable | None:
         """Allocates overflow blocks for ``tokens`` tokens, and evicts entries there until there are enough.
 
-        None if the overflow has too few blocks even then.
+        None, without evictions, if that could not make enough blocks free.
         """
+        if tokens > self.available_overflow_tokens:
+            return None
         found = self._pool.allocate_overflow(tokens)
         while found is None and self.evict(in_overflow=True):
             found = self._pool.allocate_overflow(tokens)

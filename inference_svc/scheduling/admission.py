@@ -208,8 +208,7 @@ class Admission:
                 yield sequence
             elif not served:
                 served = True
-                kept = sum(t.tokens for t in self._prefix_cache.tables if t.in_overflow)
-                if self._max_tokens_of(sequence) <= self._pool.free_overflow_pages * PAGE_TOKENS + kept:
+                if self._max_tokens_of(sequence) <= self._prefix_cache.available_overflow_tokens:
                     yield sequence
 
     def _max_tokens_of(self, sequence: Sequence) -> int:

@@ -37,9 +37,9 @@ class PreemptedKVSaver:
 
     def save(self, sequence: Sequence) -> bool:
         """Starts to save a sequence that left the batch. False if it is too short or cannot be stored."""
-        cache, kv = sequence.request.cache, sequence.kv
+        kv = sequence.kv
         saved = kv.stored.tokens
-        if not (sequence.reads_cache and cache.write and kv.is_loaded) or kv.table is None:
+        if not sequence.can_resume or kv.table is None:
             return False
         if saved < kv.table.first_valid_token or kv.num_exact - saved < _MIN_SAVED_TOKENS:
             return False

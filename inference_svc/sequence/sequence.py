@@ -180,6 +180,11 @@ class Sequence:
         return self.request.cache.read and not self.kv.load_failed
 
     @property
+    def can_resume(self) -> bool:
+        """True if its computed keys and values may be kept elsewhere while it is preempted, and read again."""
+        return self.reads_cache and self.request.cache.write and self.kv.is_loaded
+
+    @property
     def in_batch(self) -> bool:
         """True while steps may compute rows of the sequence."""
         return self.state in (SequenceState.RUNNING, SequenceState.RECOMPUTING)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,7 +21,7 @@ from inference_svc.kv_pool import disk_overflow
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import PrefixCache
+from inference_svc.kv_pool.prefix_cache import CachedSequence, CacheScope, PrefixCache, StoredPrefix
 from inference_svc.models.loader import load
 from inference_svc.scheduling.admission import Admission
 from inference_svc.scheduling.prefill_budget import PrefillBudget
@@ -141,6 +142,22 @@ def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_onl
     found = admission.next(deque([large, less]), [])
     assert found is not None
     assert found[0] is large
+
+
+def test_entries_are_evicted_only_if_that_makes_enough_room(tmp_path: Path) -> None:
+    overflow = DiskOverflow(tmp_path, 1, 1, 64, POOL, BEYOND, torch.bfloat16)
+    pool = KVPool(1, 1, 64, POOL, torch.bfloat16, torch.device("cpu"), (), overflow)
+    cache, room = PrefixCache(pool, 4), pool.overflow_pages * PAGE_TOKENS
+    used, kept = pool.allocate_overflow(256), pool.allocate_overflow(512)
+    assert used is not None
+    assert kept is not None
+    cache.insert(CachedSequence(np.arange(512, dtype=np.uint32), kept, CacheScope(), StoredPrefix()))
+    assert cache.allocate_overflow(room - 256 + 1) is None
+    assert cache.tables == [kept]
+    found = cache.allocate_overflow(room - 256)
+    assert found is not None
+    assert cache.tables == []
+    pool.check_integrity()
 
 
 def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
