@@ -21,7 +21,6 @@ A system without persistence computes the document again after its restart. ``ma
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.process.cpus import usable_cpus
 
 from benchmarks import report
 from benchmarks.engines import QUESTION_TOKENS, TokenSource
@@ -65,7 +65,7 @@ class Bench:
         room = (self._context + BLOCK_TOKENS) * (options.repeats + 1) + beside
         self._context_of_all = self._context + beside
         self._room = room * model_shape(str(self._model)).token_bytes
-        self._threads = len(os.sched_getaffinity(0))
+        self._threads = usable_cpus()
 
     @contextmanager
     def running(self, name: str) -> Iterator[EngineArm]:

@@ -16,12 +16,12 @@ constexpr int64_t SLAB = 32;                 // rows whose sums lie in the L1 ca
 constexpr int64_t PIECE = 64;                // words of each output: 16 KB of weights
 constexpr int64_t PIECE_BYTES = PIECE * OUTPUTS * 4;
 
-// Multiplies COUNT columns of one piece of a strip by four rows; adds to `sums`. Prefetches FETCHED lines for each word
+// Multiplies COLUMNS columns of one piece of a strip by four rows; adds to `sums`. Prefetches FETCHED lines for each word
 // from `ahead` on.
-template <int COUNT, int FETCHED>
+template <int COLUMNS, int FETCHED>
 void multiply(const int32_t* weight, const int32_t* x, int64_t words, int64_t count, bool begin, float* kept,
               const char* ahead) {
-  constexpr int VECTORS = COUNT * COLUMN / LANES, STEP = COUNT < LINES ? LINES : FETCHED;
+  constexpr int VECTORS = COLUMNS * COLUMN / LANES, STEP = COLUMNS < LINES ? LINES : FETCHED;
   Floats sums[ROWS][VECTORS];
   for (int i = 0; i < ROWS; i++)
     for (int n = 0; n < VECTORS; n++) sums[i][n] = begin ? Floats{} : load<Floats>(kept + (i * VECTORS + n) * LANES);
@@ -38,14 +38,14 @@ void multiply(const int32_t* weight, const int32_t* x, int64_t words, int64_t co
     for (int n = 0; n < VECTORS; n++) store(kept + (i * VECTORS + n) * LANES, sums[i][n]);
 }
 
-// Multiplies COUNT columns of a strip, from `column` on, by up to SLAB rows. Each piece of the strip fits into the L1
+// Multiplies COLUMNS columns of a strip, from `column` on, by up to SLAB rows. Each piece of the strip fits into the L1
 // cache and is multiplied by all rows before the next piece. Meanwhile, the first groups of rows prefetch the next
 // piece; otherwise memory would be idle. Between pieces the sums stay unchanged in the L1 cache.
-template <int COUNT> void multiply_columns(const Bf16GemvJob& job, int64_t column, int64_t first_row, int64_t rows) {
-  constexpr int WIDTH = COUNT * COLUMN;
+template <int COLUMNS> void multiply_columns(const Bf16GemvJob& job, int64_t column, int64_t first_row, int64_t rows) {
+  constexpr int WIDTH = COLUMNS * COLUMN;
   alignas(64) float kept[SLAB * WIDTH], total[SLAB * WIDTH];
   const int64_t words = job.inputs / 2, step = job.block / 2;
-  const int fetched = rows <= ROWS || COUNT < LINES ? COUNT : rows < 4 * ROWS ? LINES / 2 : 1;
+  const int fetched = rows <= ROWS || COLUMNS < LINES ? COLUMNS : rows < 4 * ROWS ? LINES / 2 : 1;
   const int32_t* weight = job.weight + column / LINES * OUTPUTS * words + column % LINES * COLUMN;
   const int32_t* x = job.x + first_row * words;
   for (int64_t first = 0; first < words; first += step) {
@@ -55,10 +55,10 @@ template <int COUNT> void multiply_columns(const Bf16GemvJob& job, int64_t colum
       const int32_t* piece = weight + from * OUTPUTS;
       for (int64_t group = 0; group < rows / ROWS; group++) {
         const char* ahead = (const char*)piece + PIECE_BYTES + group * fetched * PIECE * 64;
-        const auto run = (group + 1) * fetched > COUNT ? multiply<COUNT, 0>
-                         : fetched == COUNT            ? multiply<COUNT, COUNT>
-                         : fetched == LINES / 2        ? multiply<COUNT, LINES / 2>
-                                                       : multiply<COUNT, 1>;
+        const auto run = (group + 1) * fetched > COLUMNS ? multiply<COLUMNS, 0>
+                         : fetched == COLUMNS            ? multiply<COLUMNS, COLUMNS>
+                         : fetched == LINES / 2        ? multiply<COLUMNS, LINES / 2>
+                                                       : multiply<COLUMNS, 1>;
         run(piece, x + group * ROWS * words + from, words, count, from == first, kept + group * ROWS * WIDTH, ahead);
       }
     }

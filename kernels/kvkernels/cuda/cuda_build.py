@@ -18,6 +18,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvsidecar.process.cpus import usable_cpus
+
 from kvkernels.cuda import cuda_sources, nvrtc
 
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
@@ -74,7 +76,7 @@ def build(target: Path = LIBRARY, architectures: tuple[int, ...] = (), jobs: int
         units += [(name, str(part)) for name, count in cuda_sources.PARTS.items() for part in range(count)]
         units.sort(key=lambda unit: unit[0] not in cuda_sources.PARTS)  # the longest first
         objects = [str(Path(work) / f"{name}{part}.o") for name, part in units]
-        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        with ThreadPoolExecutor(jobs or usable_cpus()) as pool:
             commands = [
                 [nvcc, *flags, f"-DKVK_PART={part}", "-c", str(cuda / name), "-o", target_object]
                 for (name, part), target_object in zip(units, objects, strict=True)
