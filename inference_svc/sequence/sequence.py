@@ -181,7 +181,7 @@ class Sequence:
 
     @property
     def can_resume(self) -> bool:
-        """True if its computed keys and values may be kept elsewhere while it is preempted, and read again."""
+        """True if a preempted sequence may store its computed tokens and load them again."""
         return self.reads_cache and self.request.cache.write and self.kv.is_loaded
 
     @property

@@ -165,7 +165,7 @@ def test_a_refused_request_is_an_error_by_its_name(traced: Traced) -> None:
 
 def test_a_client_that_leaves_ends_its_spans(traced: Traced) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        traced.ask("4" * 32, timeout=1, max_tokens=3000, ignore_eos=True)
+        traced.ask("4" * 32, timeout=1, prompt="On and on", max_tokens=3000, ignore_eos=True, n=8)
     found = traced.trace("4" * 32, ROOT, SERVED, CALLED)
     assert {attributes(found[name])["error.type"] for name in (SERVED, CALLED)} == {Cancelled.reason}
 

@@ -103,7 +103,7 @@ _RECORD_LENGTHS = """() => {
 
 def test_a_chat_comes_in_pieces_and_the_next_question_shows_what_was_reused(opened: Any) -> None:
     page = opened()
-    with_options(page, **ON_AND_ON, max_tokens=160)  # a busy machine needs 20 s for them
+    with_options(page, **ON_AND_ON, max_tokens=1200)  # .4 s, and 4 s beside a load
     expect(page.locator("#model-name")).to_have_text("demo")
     page.evaluate(_RECORD_LENGTHS)
     page.fill("#question", LONG)
