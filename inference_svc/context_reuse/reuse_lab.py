@@ -237,20 +237,20 @@ class ReuseLab:
     def _generate_greedy(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
         """Generate greedy tokens after the last logits; return them and the logits that predict each of them."""
         out: list[int] = []
-        found = [logits[-1:].float()]
+        found = [logits[-1:]]
         for i in range(count):
             out.append(int(found[-1].argmax()))
             if i + 1 < count:
                 span = forward_batch.SequenceSlice(out[-1:], at + i, table, True)
-                found.append(self.decoder(forward_batch.build_batch([span], self.pool, self.loaded.device)).float())
+                found.append(self.decoder(forward_batch.build_batch([span], self.pool, self.loaded.device)))
         return out, torch.cat(found[:count]) if count else logits[:0]
 
     def teacher_forced_logits(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
         """Compute the logits ``[answer, vocabulary]`` that predict each token of a given answer."""
         if len(answer) == 1:
-            return logits[-1:].float()
+            return logits[-1:]
         span = forward_batch.SequenceSlice(list(answer[:-1]), at, table, False)
-        return torch.cat((logits[-1:].float(), self.logits(span, np.arange(len(answer) - 1)).float()))
+        return torch.cat((logits[-1:], self.logits(span, np.arange(len(answer) - 1))))
 
     def logits(self, span: forward_batch.SequenceSlice, wanted: Positions) -> Tensor:
         """Compute a slice and return the logits of its rows ``wanted``."""
@@ -283,7 +283,7 @@ class ReuseLab:
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
             logits = self.logits(span, wanted)
             if len(wanted):
-                out.append(logits.float())
+                out.append(logits)
         return torch.cat(out)
 
     def pages(self, tokens: int) -> _Pages:
@@ -318,7 +318,7 @@ class PrefilledText:
         """Prefill a continuation; return logits of its last ``judged`` tokens and ``go_on`` greedy tokens."""
         began, start = time.perf_counter(), len(self._tokens)
         span = forward_batch.SequenceSlice(list(tail), start, self._table, False)
-        logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail))).float()
+        logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail)))
         seconds = time.perf_counter() - began
         return LabResult(logits, seconds, *self._lab.continue_answer(self._table, start + len(tail), logits, go_on, ()))
 

@@ -25,6 +25,7 @@ from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import window_of
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerLease, LayerSource
 from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
+from inference_svc.models.linear.plain_linear import in_float32
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.weight_arena import move_to_arena
@@ -116,7 +117,7 @@ class Decoder:
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Computes the logits ``[batch.wanted, vocabulary]`` of ``batch.logit_rows``, in the model's dtype."""
+        """Computes the logits ``[batch.wanted, vocabulary]`` of ``batch.logit_rows``, in float32."""
         return self.resume(self.embed(batch), batch, 0)
 
     @torch.inference_mode()
@@ -216,7 +217,7 @@ class Decoder:
         if isinstance(self._head, (QuantizedLinear, DenseLinear)):
             # These products give the same bits for any number of rows, so the padding rows are not needed.
             states = states[: batch.wanted]
-        logits: Tensor = self._head(states)[: batch.wanted]
+        logits = in_float32(self._head, states)[: batch.wanted]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits

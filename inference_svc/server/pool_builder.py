@@ -108,7 +108,7 @@ def _step_bytes(config: WorkerConfig, loaded: LoadedModel) -> int:
     kv_width = 2 * loaded.kv_heads * loaded.head_dim
     row = 4 * width + 3 * (loaded.heads * loaded.head_dim + kv_width) + 4 * inner
     activations = config.step_tokens(loaded.device.type) * row * loaded.dtype.itemsize
-    logit = 2 * loaded.dtype.itemsize + 2 * torch.float32.itemsize
+    logit = 4 * torch.float32.itemsize
     logits = (config.batch_sequences + MAX_SCORED_ROWS) * int(model.vocab_size) * logit
     copied = kv_width * loaded.context_length * loaded.dtype.itemsize if config.overflow_bytes not in ("auto", 0) else 0
     return activations + logits + copied + _LIBRARIES_BYTES

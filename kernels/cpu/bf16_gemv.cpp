@@ -69,8 +69,13 @@ template <int COLUMNS> void multiply_columns(const Bf16GemvJob& job, int64_t col
     const int64_t output = column * COLUMN + n;
     const Floats bias = job.bias ? widened(job.bias + output) : Floats{};
     for (int64_t row = 0; row < rows; row++) {
-      const Floats sum = load<Floats>(total + row * WIDTH + n);
-      narrow_coarsely(job.y + (first_row + row) * job.outputs + output, job.bias ? sum + bias : sum);
+      const int64_t to = (first_row + row) * job.outputs + output;
+      Floats sum = load<Floats>(total + row * WIDTH + n);
+      if (job.bias) sum += bias;
+      if (job.of_floats)
+        store((float*)job.y + to, sum);
+      else
+        narrow_coarsely((bf16*)job.y + to, sum);
     }
   }
 }

@@ -137,8 +137,8 @@ struct Bf16GemvJob {
   const int32_t* weight;  // pairs: [out / 64, in / 2, 64]
   const int32_t* x;       // pairs: [rows, in / 2]
   const bf16* bias;       // [out], or null
-  bf16* y;                // [rows, out]
-  int64_t inputs, outputs, block, rows;
+  void* y;                // [rows, out], floats or bf16
+  int64_t inputs, outputs, block, rows, of_floats;
 };
 
 // ---- f32_gemm.cpp ---------------------------------------------------------------------------------------------------

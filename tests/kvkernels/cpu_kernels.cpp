@@ -286,8 +286,11 @@ template <class T> void rows(int64_t width) {
 static void check_bf16_gemv(int64_t parts) {
   const int64_t inputs = 100, outputs = 128, count = 8;
   Buffer<bf16> weight(inputs * outputs), x(count * inputs), bias(outputs), y(count * outputs);
+  Buffer<float> floats(count * outputs);
   fill(weight, inputs * outputs), fill(x, count * inputs), fill(bias, outputs);
-  Bf16GemvJob job = {0, parts, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count};
+  Bf16GemvJob job = {0, parts, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count, false};
+  kvk_bf16_gemv(&job);
+  job.next_item = 0, job.y = floats.at, job.of_floats = true;
   kvk_bf16_gemv(&job);
   for (int64_t row = 0; row < count; row++)
     for (int64_t o = 0; o < outputs; o++) {
@@ -295,6 +298,7 @@ static void check_bf16_gemv(int64_t parts) {
       for (int64_t i = 0; i < inputs; i++)
         wanted += (double)value(x[row * inputs + i]) * value(weight[((o / 64 * inputs / 2 + i / 2) * 64 + o % 64) * 2 + i % 2]);
       expect(value(y[row * outputs + o]), wanted, 0.005 * (1 + fabs(wanted)), "product", o);
+      expect(floats[row * outputs + o], wanted, 0.00001 * (1 + fabs(wanted)), "product in floats", o);
     }
 }
 

@@ -12,6 +12,7 @@ from kvkernels.cpu.bf16_gemv import MAX_ROWS, ROWS
 from torch import Tensor
 
 from inference_svc.models.linear.packed_linear import PackedLinear
+from inference_svc.models.linear.plain_linear import in_float32
 
 pytestmark = pytest.mark.skipif(cpu_products.kernel() is None, reason="this CPU has no AVX512-BF16")
 SHAPES = [(896, 896), (1152, 896), (896, 4864), (2048, 2048), (512, 64), (320, 320), (4096, 448)]
@@ -55,6 +56,26 @@ def test_narrow_products_are_divided_within_strips(outputs: int, threads: int) -
     for x, bits in zip(inputs, expected, strict=True):
         assert torch.equal(layer(x), bits), f"{len(x)} rows"
     assert layer._streamed is not None
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (100, 64)])
+def test_results_in_float32_are_those_before_rounding(outputs: int, inputs: int, biased: bool) -> None:
+    """Also for numbers of rows that are no multiple of ROWS, and for more than MAX_ROWS, which oneDNN computes else."""
+    torch.manual_seed(outputs + inputs)
+    weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16() if biased else None
+    layer, x = PackedLinear(weight, bias), torch.randn(2 * MAX_ROWS + 3, inputs).bfloat16()
+    whole = in_float32(layer, x)
+    assert whole.dtype == torch.float32
+    assert torch.equal(whole.bfloat16(), layer.by_onednn(x))
+    for rows in (1, ROWS, ROWS + 1, MAX_ROWS):
+        assert torch.equal(in_float32(layer, x[:rows]), whole[:rows]), f"{rows} rows"
+    if layer._streamed is not None:
+        exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+        assert (whole - exact).abs().max() < 1e-6 * inputs
+        assert not torch.equal(whole, whole.bfloat16().float())
+    else:
+        assert outputs == 100
 
 
 def test_what_it_does_not_serve_one_dnn_does() -> None:

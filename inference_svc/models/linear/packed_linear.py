@@ -9,6 +9,7 @@ nearly all of it. For every number of rows, the results have the same bits as th
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from kvkernels.cpu.bf16_gemv import MAX_ROWS, ROWS, Bf16Gemv, find_bit_exact_gemv
 from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor, nn
@@ -62,6 +63,16 @@ class PackedLinear(nn.Module):
             return self.by_onednn(x)
         own = self._own()
         return self.by_onednn(x) if own is None else own(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """Compute ``x [rows, in] -> [rows, out]`` without rounding the result, in float32.
+
+        Where oneDNN must compute the product, the result is rounded to bfloat16.
+        """
+        own, rows = self._own(), x.shape[0]
+        if own is None:
+            return self.by_onednn(x).float()
+        return own(F.pad(x, (0, 0, 0, -rows % ROWS)).contiguous(), torch.float32)[:rows]
 
     def _own(self) -> Bf16Gemv | None:
         """Our kernel for few rows; None if its bits differ from oneDNN's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +35,19 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self._bias)
+
+
+def in_float32(linear: Any, x: Tensor) -> Tensor:
+    """Compute ``x [rows, in] -> [rows, out]`` in float32, if possible without rounding to the layer's dtype.
+
+    ``linear`` is a layer of any kind. Used for logits: rounded to bfloat16, the largest are often equal (ADR 104).
+    """
+    if hasattr(linear, "in_float32"):
+        return linear.in_float32(x)  # type: ignore[no-any-return]
+    if x.device.type == "cpu" or x.dtype == torch.float32 or not isinstance(linear, (nn.Linear, PlainLinear)):
+        return linear(x).float()  # type: ignore[no-any-return]
+    y = torch.mm(x, linear.weight.t(), out_dtype=torch.float32)
+    return y if linear.bias is None else y + linear.bias
 
 
 def plain_linears(model: nn.Module) -> None:

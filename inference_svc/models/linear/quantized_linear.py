@@ -66,6 +66,10 @@ class QuantizedLinear(CodedLinear):
         out = quantized_gemm.gemm(x.reshape(-1, self.in_features), self.quantized, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """Compute ``x [rows, in] -> [rows, out]`` without rounding the result, in float32."""
+        return quantized_gemm.gemm(x.float(), self.quantized, None if self._bias is None else self._bias.float())
+
 
 def can_join(parts: Sequence[nn.Module]) -> bool:
     """True if layers over the same input can be joined.

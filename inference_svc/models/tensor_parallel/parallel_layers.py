@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inference_svc.models.linear.plain_linear import in_float32
 from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from inference_svc.models.tensor_parallel.shard_plan import ShardPlan
 
@@ -54,7 +55,7 @@ class VocabularyParallelHead(nn.Module):
         self._widths = [end - first for first, end in plan.vocabulary]
 
     def forward(self, states: Tensor) -> Tensor:
-        return self._group.gather_columns(self.local(states), self._widths)
+        return self._group.gather_columns(in_float32(self.local, states), self._widths)
 
 
 class FullWidthRMSNorm(nn.Module):

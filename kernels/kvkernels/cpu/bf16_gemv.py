@@ -43,6 +43,7 @@ class _Job(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("block", ctypes.c_int64),
         ("rows", ctypes.c_int64),
+        ("of_floats", ctypes.c_int64),
     )
 
 
@@ -77,7 +78,7 @@ class Bf16Gemv:
         return Bf16Gemv(packed, self._bias, self._block, self._kernel)
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall:
-        """Build the call that writes the product into ``y``.
+        """Build the call that writes the product into ``y [rows, out]``, in bfloat16 or float32.
 
         ``x`` is contiguous, its number of rows a multiple of ROWS.
         """
@@ -93,12 +94,13 @@ class Bf16Gemv:
             self._outputs,
             self._block,
             rows,
+            y.dtype == torch.float32,
         )
         return KernelCall(self._kernel, job, (self._packed, self._bias, x, y), rounded=ROWS)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply; ``x`` is contiguous, its number of rows a multiple of ROWS."""
-        y = x.new_empty(x.shape[0], self._outputs)
+    def __call__(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Multiply; ``x`` is contiguous, its number of rows a multiple of ROWS. The result is bfloat16 or float32."""
+        y = x.new_empty(x.shape[0], self._outputs, dtype=dtype)
         self.call(x, y).run(torch.get_num_threads())
         return y
 

@@ -36,7 +36,7 @@ def test_a_function_is_called_and_its_result_read(client: anthropic.Anthropic, s
     talk = said("weather?")
     asked: Any = {
         "tool_choice": {"type": "tool", "name": "get_weather"},
-        "max_tokens": 90,
+        "max_tokens": 180,
         "messages": talk,
         **GREEDY,
         **options,

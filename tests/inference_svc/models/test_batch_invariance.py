@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kvkernels.cpu import cpu_attention, f32_gemm
+from kvkernels.cpu import bf16_gemv, cpu_attention, f32_gemm
 
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -17,6 +17,7 @@ from inference_svc.model_runner import cpu_graph, forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import quantize_linears
+from inference_svc.models.loader import load
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.models.test_architectures import build
 
@@ -124,6 +125,20 @@ def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wa
     some, *same_keys = forward(wanted)
     assert all(torch.equal(a, b) for a, b in zip(keys, same_keys, strict=True))
     assert torch.equal(some, every[wanted]) if wanted else not some.numel()
+
+
+@pytest.mark.skipif(bf16_gemv.kernel() is None, reason="this CPU has no AVX512-BF16")
+@pytest.mark.parametrize("bits", [16, 8])
+def test_logits_of_bfloat16_models_are_not_rounded(bits: int) -> None:
+    """Rounded, the largest logits of a position are often equal, and the first token wins."""
+    loaded = load("demo", dtype="bfloat16", weights=bits)
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 64, loaded.dtype, loaded.device)
+    decoder, table = Decoder(loaded), pool.allocate(40)
+    assert table is not None
+    ids = [random.Random(1).randrange(500) for _ in range(40)]
+    logits = decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, True)], pool, loaded.device))
+    assert logits.dtype == torch.float32
+    assert (logits != logits.bfloat16().float()).float().mean() > 0.9
 
 
 @dataclass

@@ -26,6 +26,8 @@ NAME = "sim"
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 # Operations that torch composes from the device's other operations.
 _WHOLE = ("scaled_dot_product_attention",)
+# Operations that torch has on GPUs only.
+_GPU_ONLY = {torch.ops.aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}
 _devices: dict[int, SimulatedDevice] = {}
 
 
@@ -114,7 +116,7 @@ def _computed(owner: SimulatedDevice, func: Any, name: str, given: Any, raw: Any
     results: list[tuple[Tensor, bool]] = []  # memory, and whether the operation has allocated it
 
     def run() -> Any:
-        return func(*raw[0], **raw[1])
+        return _GPU_ONLY.get(func, func)(*raw[0], **raw[1])
 
     def placed(x: Any) -> Any:
         if not isinstance(x, Tensor):
