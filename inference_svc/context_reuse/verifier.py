@@ -40,7 +40,6 @@ _NOISE_PIECE = 40
 # Number of tokens of a control's quote, and of its last tokens whose predictions are compared.
 _QUOTED, _JUDGED = 32, 16
 
-
 EXACT = "exact prefix"
 Outcome = Literal["passed", "failed", "inconclusive"]
 
@@ -49,9 +48,9 @@ Outcome = Literal["passed", "failed", "inconclusive"]
 class Thresholds:
     """Limits that a selector must meet.
 
-    ``max_kl`` limits the mean KL divergence in nats per token, and ``min_agreement`` the share of equal top-1 tokens;
-    both are measured on questions and answers. On controls, the selector's divergence may exceed that of no
-    recomputation by at most ``max_harm`` nats. With fewer than ``min_prompts`` prompts the result is inconclusive.
+    On questions and answers, ``max_kl`` limits the mean KL divergence in nats per token; the share of equal top-1
+    tokens must exceed ``min_agreement`` by its standard error. On controls, the selector's divergence may exceed that
+    of no recomputation by at most ``max_harm`` nats. With fewer than ``min_prompts`` prompts it is inconclusive.
     """
 
     max_kl: float = 0.05
@@ -62,11 +61,11 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """Measurements of one arm (a selector at a ratio) over ``prompts`` prompts.
+    """Measurements of one arm (a selector at a ratio) over ``prompts`` prompts and ``compared`` predictions.
 
     ``first_divergence``: mean number of greedy tokens, of 16, before the first that differs. ``control_kl``: mean
-    divergence of the controls. ``cost``: rows times layers as a share of a prefill. ``why``: reason of a failure; empty
-    if the arm passed. An arm that can no longer pass gets no further prompts.
+    divergence of the controls. ``cost``: rows times layers as a share of a prefill. ``why``: reason of a failure, or
+    empty. An arm that can no longer pass gets no further prompts.
     """
 
     arm: str
@@ -81,6 +80,7 @@ class Finding:
     cost: float
     why: str = ""
     prompts: int = 0
+    compared: int = 0
 
     @property
     def passed(self) -> bool:
@@ -91,8 +91,10 @@ def failure_reason(finding: Finding, none: Finding, limits: Thresholds) -> str:
     """Reason why an arm fails, compared with reuse without recomputation; empty if it passes."""
     if finding.kl_mean > limits.max_kl:
         return f"KL {finding.kl_mean:.3g} is more than {limits.max_kl:g}"
-    if finding.top1_agreement < limits.min_agreement:
-        return f"agreement {finding.top1_agreement:.3g} is less than {limits.min_agreement:g}"
+    least = limits.min_agreement
+    error = (least * (1 - least) / finding.compared) ** 0.5 if finding.compared else 0.0
+    if finding.top1_agreement < least + error:
+        return f"agreement {finding.top1_agreement:.3g} is less than {least:g} with a standard error of {error:.2g}"
     if finding.control_kl > none.control_kl + limits.max_harm:
         return f"harms controls: KL {finding.control_kl:.3g}, without repair {none.control_kl:.3g}"
     return ""
@@ -324,6 +326,7 @@ class Verifier:
             control_kl=float(np.mean(d.control_kl)) if d.control_kl else 0.0,
             cost=float(np.mean(d.costs)),
             prompts=len(d.costs),
+            compared=len(d.same),
         )
 
 
@@ -360,8 +363,7 @@ def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]
     first token of the answer, so the answer's first logits are left out.
     """
     pairs = ((full.logits, got.logits), (full.answer_logits[1:], got.answer_logits[1:]))
-    kl: list[float] = []
-    same: list[bool] = []
+    kl, same = list[float](), list[bool]()
     for mine, theirs in pairs:
         p, q = mine.log_softmax(-1), theirs.log_softmax(-1)
         kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()

@@ -32,7 +32,7 @@ _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
 _LIMITS = {
     "--max-kl": "maximum mean KL divergence from a full prefill, in nats per token",
-    "--min-agreement": "minimum share of equal top-1 tokens",
+    "--min-agreement": "minimum share of equal top-1 tokens, exceeded by its standard error",
     "--max-harm": "maximum nats by which controls may be worse than without recomputation",
     "--min-prompts": "with fewer prompts the result is inconclusive",
 }

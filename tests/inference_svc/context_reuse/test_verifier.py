@@ -98,6 +98,14 @@ def test_what_is_compared_is_measured_until_it_is_decided() -> None:
         assert set(verifier._undecided_arms(arms, none, 30)) == going
 
 
+def test_an_agreement_near_the_limit_does_not_pass() -> None:
+    """A share of few tokens may be above the limit by chance. 0.95 of 400 tokens has a standard error of 0.011."""
+    near, none = finding("salient", 0.01, 0.955), finding("none", 0.2)
+    assert "standard error of 0.011" in failure_reason(replace(near, compared=400), none, Thresholds())
+    assert not failure_reason(replace(near, compared=4000), none, Thresholds())
+    assert not failure_reason(replace(near, compared=40), none, Thresholds(min_agreement=0.0))
+
+
 LOSES = finding("none", 0.2, 0.8)
 
 
