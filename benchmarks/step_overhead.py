@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,16 @@ _WARM_UP_STEPS = 20
 class RandomLogits:
     """Replaces a decoder's forward pass, and measures the time between the calls of decode steps."""
 
-    def __init__(self, vocabulary: int, stop_tokens: frozenset[int]) -> None:
+    def __init__(self, vocabulary: int, stop_tokens: frozenset[int], arrived: Callable[[], bool]) -> None:
+        """The first forward pass waits until all requests have ``arrived``; else the first may end before the last."""
         self._logits = torch.randn(4096, vocabulary, generator=torch.Generator().manual_seed(0))
         self._logits[:, list(stop_tokens)] = -1e9  # no answer ends early
         self.gaps_ms: dict[int, list[float]] = {}
-        self._ended, self._rows = 0.0, 0
+        self._ended, self._rows, self._arrived = 0.0, 0, arrived
 
     def compute(self, slices: list[SequenceSlice], _: KVPool) -> Tensor:
+        while not self.gaps_ms and not self._arrived():
+            time.sleep(0.001)
         rows = len(slices) if all(len(s.tokens) == 1 for s in slices) else 0
         if rows and rows == self._rows:
             self.gaps_ms.setdefault(rows, []).append((time.perf_counter() - self._ended) * 1e3)
@@ -45,8 +49,10 @@ class RandomLogits:
 
 def measure(engine: Engine, decoder: Decoder, sequences: int, steps: int) -> dict[str, Any]:
     """Measure steps of ``sequences`` sequences."""
-    loaded = engine._runtime.engine.loaded
-    logits = RandomLogits(int(loaded.config.vocab_size), loaded.stop_tokens)
+    core = engine._runtime.engine
+    logits = RandomLogits(
+        int(core.loaded.config.vocab_size), core.loaded.stop_tokens, lambda: sum(core.load) >= sequences
+    )
     rng = random.Random(sequences)
     prompts = [[rng.randrange(16, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(sequences)]
     vars(decoder)["compute"] = logits.compute
