@@ -199,7 +199,7 @@ class ReuseLab:
             )
             for _ in work.steps():
                 pass
-            logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
+            logits, total = torch.cat(work.logits), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
             following, after = self.continue_answer(table, len(tokens), logits, go_on, answer)
             share = len(work.chosen) / total if total else 0.0
