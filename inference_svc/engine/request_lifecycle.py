@@ -65,7 +65,7 @@ def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> Fi
     sequence.sampling.accept(token.token)
     sequence.tokens.append(token.token)
     stopped = token.token in request.stop_token_ids
-    text = "" if stopped and not request.include_stop else sequence.detokenizer.push(token.token)
+    text = sequence.detokenizer.push(token.token, has_text=not stopped or request.include_stop)
     finish = None
     if stopped or sequence.detokenizer.stopped or sequence.sampling.complete:
         finish = FinishReason.STOP
@@ -79,7 +79,7 @@ def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> Fi
         sequence.trace.phase("decode", timestamps.first_token_at, now)
     elif sequence.grammar is not None:
         sequence.grammar.start_mask()  # computes the next mask while the next step runs
-    sequence.sink(SequenceOutput(text, token, finish))
+    sequence.sink(SequenceOutput(text, token, finish, text_offset=sequence.detokenizer.text_offset))
     return finish
 
 

@@ -143,47 +143,20 @@ def chat_logprobs(parts: list[pb.TokenLogprob], as_ids: bool = False) -> dict[st
     return {"content": [{**one(p), "top_logprobs": [one(t) for t in p.top]} for p in parts], "refusal": None}
 
 
-class TextOffset:
-    """Offset of the next token in an answer's text, in characters, which may span several tokens.
-
-    The offset of a token that is a part of a character is that of the character.
-    """
-
-    def __init__(self) -> None:
-        self._begun = 0  # characters whose first byte was seen
-
-    @property
-    def at_start(self) -> bool:
-        return not self._begun
-
-    def add(self, p: pb.TokenLogprob) -> int:
-        """Return the offset of the next token."""
-        encoded = p.token_bytes or p.text.encode()
-        continues = bool(encoded[:1]) and not _begins_character(encoded[0])
-        at = max(0, self._begun - continues)
-        self._begun += sum(map(_begins_character, encoded))
-        return at
-
-
-def _begins_character(byte: int) -> bool:
-    return byte & 0xC0 != 0x80
-
-
 def completion_logprobs(
-    parts: list[pb.TokenLogprob], most: int, offset: TextOffset, from_prompt: bool, as_ids: bool = False
+    parts: list[pb.TokenLogprob], most: int, from_prompt: bool, as_ids: bool = False
 ) -> dict[str, Any]:
     """Return ``logprobs`` of a completion, with the ``most`` likeliest tokens at each position.
 
     As with OpenAI and vLLM, the generated token is always among them, so a position may have ``most`` + 1 tokens.
 
-    ``offset`` is that of the first part. With ``from_prompt``, ``parts`` begins with the prompt's tokens; the first
-    token has no log probability.
+    With ``from_prompt``, ``parts`` begins with the prompt's tokens; the first token has no log probability.
     """
     return {
         "tokens": [_token(p, as_ids) for p in parts],
         "token_logprobs": [p.logprob if i or not from_prompt else None for i, p in enumerate(parts)],
         "top_logprobs": [_top(p, most, as_ids) if i or not from_prompt else None for i, p in enumerate(parts)],
-        "text_offset": [offset.add(p) for p in parts],
+        "text_offset": [p.text_offset for p in parts],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -72,7 +71,7 @@ class OpenAIWriter:
         kind = "chat.completion" if self._chat else "text_completion"
         self._head: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = fingerprint
-        self._offsets: defaultdict[int, openai_fields.TextOffset] = defaultdict(openai_fields.TextOffset)  # by choice
+        self._begun: set[int] = set()  # choices that have log probabilities
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if self._chat else kind
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:
@@ -208,9 +207,9 @@ class OpenAIWriter:
         if isinstance(self._request, ChatRequest):
             return openai_fields.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
         most = len(self._request.logprob_token_ids or ()) or most
-        offset, as_ids = self._offsets[choice], self._request.return_tokens_as_token_ids
-        from_prompt = self._request.echo and offset.at_start
-        return openai_fields.completion_logprobs(parts, most, offset, from_prompt, as_ids)
+        from_prompt = self._request.echo and choice not in self._begun
+        self._begun.update([choice] if parts else [])
+        return openai_fields.completion_logprobs(parts, most, from_prompt, self._request.return_tokens_as_token_ids)
 
 
 async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
@@ -219,13 +218,16 @@ async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceCh
     lm-eval reads likelihoods from these log probabilities. If the request asks for the prompt only, the generated text
     is dropped.
     """
-    begun: set[int] = set()
+    lengths: dict[int, int] = {}  # of the prompt's text, by choice
     async for chunk in chunks:
         part = chunk.part
         if request.is_prompt_only:
             drop_answer(part, pb.FINISH_REASON_LENGTH)
-        if chunk.choice not in begun:
-            begun.add(chunk.choice)
+        begun = chunk.choice in lengths
+        length = lengths.setdefault(chunk.choice, len(part.prompt_text))
+        for logprob in part.logprobs:
+            logprob.text_offset += length
+        if not begun:
             part.text = part.prompt_text + part.text
             if request.logprobs is not None:
                 both = [*part.prompt_logprobs, *part.logprobs]

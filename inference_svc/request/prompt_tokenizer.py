@@ -10,6 +10,7 @@ from secrets import token_hex
 
 from kvsidecar.errors import InvalidRequest, PromptTooLong
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from transformers import PreTrainedTokenizerBase
 
 from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.chat_template.template_messages import prompt_texts
@@ -18,12 +19,15 @@ from inference_svc.models.loader import LoadedModel
 from inference_svc.request.sampled_calls import SampledCalls
 from inference_svc.request.token_bytes import REPLACEMENT, token_bytes
 from inference_svc.scheduling.context_limits import ContextLimits
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.sequence import Sequence
 
 # A text of more than _USUAL_CHARACTERS_PER_TOKEN characters per token of the context is first tokenized in pieces of
 # _PIECE_CHARACTERS, to count its tokens. A cut between pieces causes at most _CUT_TOKENS additional tokens.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MAX_SEPARATOR = 64
+# SentencePiece writes a space as this character in the names of tokens.
+_SPACE = "\u2581"
 # A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
 
@@ -45,6 +49,7 @@ class PromptTokenizer:
         self._chat_template, self._separator = chat_template, document_separator
         self._context, self._context_limits = context_length, context_limits
         self._sampled_calls = SampledCalls()
+        self._removes_space = _removes_space(self._tokenizer)
         # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
@@ -219,8 +224,24 @@ class PromptTokenizer:
     def text_and_bytes(self, token: int) -> tuple[str, bytes]:
         """Return a token's text and its bytes; see ``token_bytes``."""
         text = self.text([token])
-        name = self.token_names([token])[0] if REPLACEMENT in text else ""  # only then does the name matter
+        # The name matters only for a part of a character or for a space that the decoder removed.
+        name = self.token_names([token])[0] if self._removes_space or REPLACEMENT in text else ""
+        if self._removes_space and name.startswith(_SPACE):
+            text = f" {text}"
         return text, token_bytes(name, text)
+
+    def text_offsets(self, tokens: list[int], text: str) -> list[int]:
+        """Return the offset of each token in ``text``, the text of all tokens, in characters.
+
+        A special token that the tokenizer added before the text has the offset of the text.
+        """
+        detokenizer = IncrementalDetokenizer(self._tokenizer, (), frozenset(), shows_special=True)
+        special, offsets, begun = set(self._tokenizer.all_special_ids), list[int](), False
+        for token in tokens:
+            begun = begun or token not in special or text.startswith(self.text([token]))
+            detokenizer.push(token, has_text=begun)
+            offsets.append(min(detokenizer.text_offset, len(text)))
+        return offsets
 
     def token_names(self, ids: list[int]) -> list[str]:
         """Return the tokens' names in the vocabulary; empty for padding ids."""
@@ -231,3 +252,10 @@ class PromptTokenizer:
         given = {k: v for k, v in self._tokenizer.init_kwargs.items() if not k.endswith(("_file", "_path"))}
         own = {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
         return json.dumps({**given, **own}, default=str)
+
+
+def _removes_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokenizer's decoder removes the space before the first word, as SentencePiece does for Llama 2."""
+    ids = tokenizer("a a", add_special_tokens=False)["input_ids"]
+    spaces = [i for i in ids if str(tokenizer.convert_ids_to_tokens(i)).startswith(_SPACE)]
+    return bool(spaces) and not tokenizer.decode(spaces[-1:]).startswith(" ")

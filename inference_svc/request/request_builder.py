@@ -33,6 +33,7 @@ _MODES = {
     pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID = 128
+_CONTEXT_TOKENS = 4  # last tokens of a prompt, on which the text of the answer's first token may depend
 _TAIL_TOKENS = 16  # last tokens of a prompt, in which a template may open the reasoning
 
 
@@ -126,6 +127,7 @@ class RequestBuilder:
             request.include_stop,
             request.min_tokens,
             self.chat_template.call_markers(request) if strings else None,
+            tokens[-_CONTEXT_TOKENS:] if _continues_text(request.prompt) else (),
         )
         retained = self.breakpoints.retained(request.prompt, request.cache, len(tokens))
         cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere, retained)
@@ -217,3 +219,8 @@ class RequestBuilder:
                 param="speculation",
             )
         return _MODES[given]
+
+
+def _continues_text(prompt: pb.Prompt) -> bool:
+    """True if the answer continues the prompt's last text. It does not continue a chat's generation prompt."""
+    return prompt.WhichOneof("kind") != "chat" or prompt.chat.answer_start == pb.ANSWER_START_LAST_MESSAGE

@@ -9,7 +9,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.chat_template.reasoning_splitter import ReasoningSplitter
 from inference_svc.sampling.logprobs import PromptLogprob, SampledToken
-from inference_svc.sequence.sequence import FinishReason, Sequence
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 
 # Returns a token's text and its bytes.
 DecodeToken = Callable[[int], tuple[str, bytes]]
@@ -38,6 +38,15 @@ def prompt_logprobs(sequence: Sequence, decode: DecodeToken) -> list[pb.TokenLog
     decode = cache(decode)
     scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs)
     return [token_logprob(one, decode) for one in scored]
+
+
+def generated_logprobs(output: SequenceOutput, decode: DecodeToken) -> list[pb.TokenLogprob]:
+    """Build the message of an output's token; empty unless log probabilities are requested."""
+    if output.token is None or output.token.logprob is None:
+        return []
+    found = token_logprob(output.token, decode)
+    found.text_offset = output.text_offset
+    return [found]
 
 
 def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:

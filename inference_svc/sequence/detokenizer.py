@@ -30,6 +30,9 @@ class IncrementalDetokenizer:
 
     ``push`` returns only whole characters. It keeps back text that may be the beginning of a stop string. After a stop
     string, ``stopped`` is true, ``stopped_by`` is the string, and ``push`` returns no more text.
+
+    ``text_offset`` is the offset of the last token in the text, in characters. A token that is a part of a character
+    has the character's offset, and a token without text has the offset of the next text.
     """
 
     def __init__(
@@ -41,21 +44,26 @@ class IncrementalDetokenizer:
         keeps_stop: bool = False,
         unstopped: int = 0,
         calls: CallMarkers | None = None,
+        continues: Sequence[int] = (),
     ) -> None:
         """Creates a detokenizer.
 
         ``hidden``: tokens without text. ``shows_special``: other special tokens have text. ``keeps_stop``: the text
         contains the stop string. ``unstopped``: number of first tokens in which stop strings are ignored. ``calls``: a
-        stop string inside a tool call is ignored.
+        stop string inside a tool call is ignored. ``continues``: the last tokens of a text that the answer continues.
+        Without it, SentencePiece's decoders remove the space before the first word.
         """
         self._decode, self._stop, self._hidden = _decoder_of(tokenizer, not shows_special), stop, hidden
         self._keeps_stop, self._unstopped = keeps_stop, unstopped
         self._known = len(tokenizer)
-        self._ids: list[int] = []
-        self._shown_from = 0  # ids before this index are converted to text
+        before = [i for i in continues if i < self._known and i not in hidden]
+        self._ids: list[int] = [] if self._decode(before).endswith(_INCOMPLETE) else before
+        self._shown_from = len(self._ids)  # ids before this index are converted to text
         self._context_from = 0  # ids before this index do not affect the text of later ids
         self._held = ""
-        self._pushed = 0
+        self._pushed, self._characters = 0, 0  # tokens; characters of whole text, with the held text
+        self._incomplete = ""  # text of the tokens that end with a part of a character
+        self.text_offset = 0
         self._calls, self._in_call, self._begun = calls if stop else None, False, False
         self.stopped_by = ""
 
@@ -63,19 +71,24 @@ class IncrementalDetokenizer:
     def stopped(self) -> bool:
         return bool(self.stopped_by)
 
-    def push(self, token: int) -> str:
-        """Adds a token and returns the new text."""
+    def push(self, token: int, has_text: bool = True) -> str:
+        """Adds a token and returns the new text. A stop token that ends the answer has no text."""
         self._pushed += 1
         # A model may have more ids than its tokenizer (padding of the vocabulary). Additional ids have no text.
-        if self.stopped or token in self._hidden or token >= self._known:
+        if not has_text or self.stopped or token in self._hidden or token >= self._known:
+            self.text_offset = self._characters + len(self._incomplete.rstrip(_INCOMPLETE))
             return ""
         self._ids.append(token)
         before = self._decode(self._ids[self._context_from : self._shown_from])
         after = self._decode(self._ids[self._context_from :])
+        text = after[len(before) :]
+        self.text_offset = self._characters + _offset_after(self._incomplete, text)
         if after.endswith(_INCOMPLETE) and len(self._ids) - self._shown_from < 8:
+            self._incomplete = text
             return ""
+        self._characters, self._incomplete = self._characters + len(text), ""
         self._context_from, self._shown_from = self._shown_from, len(self._ids)
-        return self._release(after[len(before) :])
+        return self._release(text)
 
     def finish(self) -> str:
         """Ends the text and returns the part that ``push`` kept back."""
@@ -152,6 +165,16 @@ def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
     for_bpe = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     return bool(tokenizer.clean_up_tokenization_spaces and (for_bpe or not is_bpe))
+
+
+def _offset_after(incomplete: str, text: str) -> int:
+    """Returns the offset in ``text`` of the token that changed the text ``incomplete`` to ``text``.
+
+    Each replacement character at the end may become a part of another character.
+    """
+    if text.endswith(_INCOMPLETE):
+        return len(incomplete.rstrip(_INCOMPLETE))
+    return next(n for n in range(len(incomplete), -1, -1) if text.startswith(incomplete[:n]))
 
 
 def _first(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:

@@ -54,7 +54,8 @@ class SequenceOutput:
     """One event of a sequence: a token, the end of the answer, or the stored prefix.
 
     ``finish`` ends the answer. Unless the sequence was cancelled or failed (``error``), one more output follows, with
-    ``stored_tokens``: the number of the sequence's tokens in the cache.
+    ``stored_tokens``: the number of the sequence's tokens in the cache. ``text_offset`` is that of the token; see
+    ``IncrementalDetokenizer``.
     """
 
     text: str = ""
@@ -62,6 +63,7 @@ class SequenceOutput:
     finish: FinishReason | None = None
     stored_tokens: int | None = None
     error: KVSidecarError | None = None  # the failure, or Cancelled
+    text_offset: int = 0
 
 
 @dataclass

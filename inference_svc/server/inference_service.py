@@ -37,10 +37,10 @@ from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
 from inference_svc.request.request_options import check_salt, check_session
 from inference_svc.request.response_fields import (
     copy_stop_reason,
+    generated_logprobs,
     prompt_logprobs,
     set_stop_reason,
     split_reasoning,
-    token_logprob,
 )
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
@@ -219,6 +219,9 @@ class InferenceService(InferenceServiceServicer):
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._tokenizer.text_and_bytes))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
+            offsets = self._tokenizer.text_offsets(sequence.tokens[: len(part.prompt_logprobs)], part.prompt_text)
+            for found, offset in zip(part.prompt_logprobs, offsets, strict=True):
+                found.text_offset = offset
 
     async def _add_miss(self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
         await self._misses.add(sequence, part, wait=request.explain)
@@ -232,8 +235,7 @@ class InferenceService(InferenceServiceServicer):
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
         if output.token is not None:
             part.token_ids.append(output.token.token)
-            if output.token.logprob is not None:
-                part.logprobs.append(token_logprob(output.token, self._tokenizer.text_and_bytes))
+            part.logprobs.extend(generated_logprobs(output, self._tokenizer.text_and_bytes))
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)

@@ -41,7 +41,7 @@ from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.prompt_provenance import prompt_parts
 from inference_svc.request.prompt_tokenizer import PromptTokenizer
-from inference_svc.request.response_fields import prompt_logprobs, set_stop_reason, token_logprob
+from inference_svc.request.response_fields import generated_logprobs, prompt_logprobs, set_stop_reason
 from inference_svc.sequence.sequence import FinishReason, SequenceOutput
 from inference_svc.sequence.sequence import Sequence as EngineSequence
 from inference_svc.server.runtime import Runtime, build_runtime
@@ -303,8 +303,7 @@ def _chunks(call: _Call) -> Iterator[Chunk]:
         part = pb.GenerateStreamResponse(text=output.text)
         if output.token is not None:
             part.token_ids.append(output.token.token)
-            if output.token.logprob is not None:
-                logprobs.append(token_logprob(output.token, call.tokenizer.text_and_bytes))
+            logprobs += generated_logprobs(output, call.tokenizer.text_and_bytes)
         if finish is not None:
             part.finish_reason = FINISH[finish]
             set_stop_reason(s, finish, part)

@@ -165,6 +165,30 @@ def test_offsets_of_tokens_in_the_text(gateway: Gateway, streamed: bool) -> None
     assert all(text[at:].startswith(token) for token, at in whole)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_offsets_of_sampled_tokens(gateway: Gateway, streamed: bool) -> None:
+    """Among these answers are hidden special tokens and bytes inside characters."""
+    hidden = 0
+    for seed in (4, 182, 202, 374):
+        body: dict[str, Any] = {"prompt": "a 🦊 and über 猫, then text", "echo": True, "logprobs": 0}
+        body |= {"max_tokens": 3, "ignore_eos": True, "seed": seed}
+        if streamed:
+            choices = [event["choices"][0] for event in events(gateway, "/v1/completions", **body) if event["choices"]]
+        else:
+            choices = gateway.post("/v1/completions", **body)["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens, offsets = ([one for part in logprobs for one in part[name]] for name in ("tokens", "text_offset"))
+        assert offsets == sorted(offsets)
+        for token, offset, after in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+            if token.startswith("<|"):
+                hidden += 1
+                assert offset == after
+            elif "\ufffd" not in token:
+                assert text[offset:].startswith(token)
+    assert hidden
+
+
 def test_the_sampled_token_is_among_its_alternatives(gateway: Gateway) -> None:
     found = gateway.post("/v1/completions", prompt="hello", max_tokens=3, logprobs=0, ignore_eos=True)
     logprobs = found["choices"][0]["logprobs"]

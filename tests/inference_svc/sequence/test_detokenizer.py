@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer, _decoder_of
+from tests.inference_svc.sequence.llama2_tokenizer import llama2_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
 END = frozenset({TOKENIZER.eos_token_id})
@@ -115,3 +116,43 @@ def test_ids_beyond_the_tokenizer_do_not_break_it() -> None:
     out = IncrementalDetokenizer(TOKENIZER, (), END)
     out.push(150_000)
     assert isinstance(out.finish(), str)
+
+
+# ---- offsets ------------------------------------------------------------------------------------------------------
+
+SPECIAL = frozenset(TOKENIZER.all_special_ids)
+tokens = st.integers(0, len(TOKENIZER) - 1)
+common = st.sampled_from([*SPECIAL, *TOKENIZER("a 🦊 über 猫")["input_ids"]])
+
+
+@given(st.lists(common | tokens, max_size=12), st.booleans())
+def test_each_token_begins_at_its_offset(ids: list[int], shows_special: bool) -> None:
+    """Special tokens without text were counted, and a byte inside a character counted as a part of the one before."""
+    out = IncrementalDetokenizer(TOKENIZER, (), frozenset(), shows_special)
+    text, offsets = "", list[int]()
+    for token in ids:
+        text += out.push(token)
+        offsets.append(out.text_offset)
+    text += out.finish()
+    assert offsets == sorted(offsets)
+    shown = [token for token in ids if shows_special or token not in SPECIAL]
+    assert text == TOKENIZER.backend_tokenizer.decode(shown, skip_special_tokens=False)
+    for token, offset, after in zip(ids, offsets, [*offsets, len(text)][1:], strict=True):
+        own = TOKENIZER.decode([token])
+        if token in SPECIAL and not shows_special:
+            assert text[offset:after].strip("\ufffd") == "", "no text, except of a character that never came"
+        elif "\ufffd" not in own:
+            assert text[offset:].startswith(own)
+
+
+def test_an_answer_that_continues_a_text_keeps_its_first_space() -> None:
+    """SentencePiece's decoder removed it: "hello" was continued with "world"."""
+    tokenizer = llama2_tokenizer()
+    hello, world = tokenizer("hello world")["input_ids"]
+    alone = IncrementalDetokenizer(tokenizer, (), frozenset())
+    assert (alone.push(world), alone.push(hello), alone.text_offset) == ("world", " hello", 5)
+    continued = IncrementalDetokenizer(tokenizer, (), frozenset(), continues=[tokenizer.bos_token_id, hello])
+    assert (continued.push(world), continued.push(hello), continued.text_offset) == (" world", " hello", 6)
+    inside = tokenizer("猫")["input_ids"]
+    cut = IncrementalDetokenizer(tokenizer, (), frozenset(), continues=inside[:-1])
+    assert cut.push(inside[-1]) + cut.finish() == "\ufffd", "a text that ends inside a character is no context"

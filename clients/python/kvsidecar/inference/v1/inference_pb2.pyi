@@ -1144,6 +1144,7 @@ class TokenLogprob(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     text: _builtins.str
@@ -1154,6 +1155,11 @@ class TokenLogprob(_message.Message):
     """Rank of a prompt token: one plus the number of more likely tokens. 0 for a generated token."""
     token_bytes: _builtins.bytes
     """The bytes of its text in UTF-8, also of a part of a character; empty if the vocabulary does not tell them."""
+    text_offset: _builtins.int
+    """Offset of a generated token in the answer's text before the stop string, in characters. Offset of a prompt token in
+    `prompt_text`; 0 without `echo`. A token that is a part of a character has the character's offset. A token without
+    text, such as a hidden special token, has the offset of the next text.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The most likely tokens at this position, most likely first; their own `top` is empty."""
@@ -1167,10 +1173,11 @@ class TokenLogprob(_message.Message):
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
         rank: _builtins.int = ...,
         token_bytes: _builtins.bytes = ...,
+        text_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "text_offset", b"text_offset", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
