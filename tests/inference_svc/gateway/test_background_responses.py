@@ -17,7 +17,7 @@ LONG: dict[str, Any] = {"max_output_tokens": 3000, "extra_body": {"ignore_eos": 
 
 def create(gateway: Gateway, **options: Any) -> Response:
     response: Response = gateway.client.responses.create(
-        **{"model": "demo", "input": "tell me a story", "background": True} | options
+        **{"model": "demo", "input": "tell me a story", "background": True, "temperature": 0} | options
     )
     return response
 

@@ -146,6 +146,7 @@ def test_a_gateway_without_its_daemon_says_that_it_cannot_pin(small: Node) -> No
 
 def test_a_prewarmed_response_has_no_output_and_the_next_one_is_cached(open_gateway: Gateway) -> None:
     asked: Any = {"model": "demo", "instructions": "Prewarmed rules. " + WORDS * 12, "max_output_tokens": 8}
+    asked |= {"temperature": 0}
     client, options = open_gateway.client, {"prompt_cache_options": {"prewarm": True, "mode": "implicit", "ttl": "30m"}}
     cold = client.responses.create(input="hello", **asked, extra_body=options)
     assert (cold.output, cold.status, cold.incomplete_details) == ([], "completed", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import shutil
 import subprocess
@@ -21,7 +22,9 @@ def shared_object(source: Path, soname: str = "") -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the test doubles with")
-    target = Path(tempfile.mkdtemp(prefix="kvsidecar-double-")) / f"{soname or source.stem}.so"
+    folder = tempfile.mkdtemp(prefix="kvsidecar-double-")
+    atexit.register(shutil.rmtree, folder)
+    target = Path(folder) / f"{soname or source.stem}.so"
     flags = ["-shared", "-fPIC", "-O1", "-w", *([f"-Wl,-soname,{soname}"] if soname else [])]
     subprocess.run([compiler, *flags, str(source), "-o", str(target), "-ldl", "-lpthread"], check=True)
     return target
