@@ -45,6 +45,8 @@ T = TypeVar("T")
 # A step counts as hung after _MAX_STEP_SECONDS, or after _MAX_STEP_RATIO times a full batch's expected time if longer.
 _MAX_STEP_SECONDS, _MAX_STEP_RATIO = 60.0, 4.0
 _WARM_ROWS = 64
+# Free blocks, which metrics report, are counted so often while steps run: a count takes a tenth of a small step.
+_COUNT_SECONDS = 0.1
 
 
 class Engine:
@@ -96,6 +98,7 @@ class Engine:
         self._ready = threading.Event()
         self._broken: BaseException | None = None
         self._step_began = 0.0  # start of the current step; 0 between steps
+        self._count_at = 0.0  # next count of the free blocks
         self.died: Future[Unavailable] = Future()
         """Result: the error for further callers. Set after the engine has stopped and open requests have got it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -228,12 +231,12 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """Number of blocks that were free, or only in the prefix cache, after the last step."""
+        """Number of blocks that are free, or only in the prefix cache; counted up to 0.1 s ago while steps run."""
         return self._free_pages
 
     @property
     def free_overflow_pages(self) -> int:
-        """Number of overflow blocks that were free, or only in the prefix cache, after the last step."""
+        """Number of overflow blocks that are free, or only in the prefix cache; counted like ``free_pages``."""
         return self._free_overflow_pages
 
     @property
@@ -279,9 +282,17 @@ class Engine:
             # The step may have left any of these sequences in an undefined state, so all of them end.
             for sequence in [*self._core.running, *self._core.waiting]:
                 self._core.fail(sequence, error)
+        self._count_free_pages()
+        self._step_began = 0.0
+
+    def _count_free_pages(self) -> None:
+        """Counts the free blocks, for metrics. While steps follow each other, only now and then."""
+        now = time.perf_counter()
+        if now < self._count_at and self._core.busy:
+            return
+        self._count_at = now + _COUNT_SECONDS
         self._free_pages = self._core.count_free_pages()
         self._free_overflow_pages = self._core.count_free_overflow_pages()
-        self._step_began = 0.0
 
     def _die(self, error: BaseException) -> None:
         """Reports to all callers that the engine has stopped. Does not use the pool or the device."""

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledToken:
-    """Token with its log probability and the likeliest alternatives, if requested."""
+    """Token with its log probability and the likeliest alternatives, if requested.
+
+    Not frozen, because each step makes one for every sequence.
+    """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PromptLogprob(SampledToken):
     """Prompt token with its log probability, alternatives and rank (likeliest: 1)."""
 

@@ -79,11 +79,13 @@ class BatchBuilder:
 
     def decide(self, sequences: list[Sequence]) -> Decision:
         """Chooses rows, draft tokens and preemptions for a step over sequences with blocks."""
-        services = self._services
-        rows = min(sum(s.num_uncomputed for s in sequences), services.max_batch_tokens)
-        decoding = [s for s in sequences if s.num_uncomputed == 1 and not s.kv.is_loading]
+        services, missing = self._services, [s.num_uncomputed for s in sequences]
+        rows = min(sum(missing), services.max_batch_tokens)
+        decoding = [s for s, count in zip(sequences, missing, strict=True) if count == 1 and not s.kv.is_loading]
         drafts = services.speculator.prepare(decoding, rows, services.max_sequence_tokens)
         max_rows = row_budget(sequences)
+        if len(decoding) == len(sequences) == rows and not (drafts or max_rows) and self._has_pages(sequences):
+            return Decision(sequences, scheduler.plan_decode_step(rows), drafts)
         sequences = [s for s in sequences if max_rows.get(s, 1)]
         step = self._schedule(sequences, drafts, max_rows)
         if self._pool.window and (step.preempted or not (step.rows or self._pending_pages)):
@@ -148,6 +150,11 @@ class BatchBuilder:
     def _pending_pages(self) -> int:
         """Number of blocks that will be free after the pending saves."""
         return self._services.preempted_kv_saver.pending_pages + self._services.window_releaser.pending_pages
+
+    def _has_pages(self, sequences: list[Sequence]) -> bool:
+        """True if the free blocks suffice for a token of each sequence."""
+        free_pages = self._pool.free_pages
+        return len(sequences) <= free_pages or sum(s.kv.is_full for s in sequences) <= free_pages
 
     def _schedule(
         self, sequences: list[Sequence], drafts: dict[Sequence, Draft], max_rows: dict[Sequence, int]

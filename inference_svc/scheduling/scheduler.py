@@ -106,6 +106,11 @@ def plan_step(
     return StepPlan(tuple(rows.items()), tuple(preempted), drafts)
 
 
+def plan_decode_step(sequences: int) -> StepPlan:
+    """Plans a step in which every sequence decodes, with rows and blocks for all: the usual step, without a search."""
+    return StepPlan(tuple((i, 1) for i in range(sequences)))
+
+
 def _share_draft_rows(
     entries: Sequence[SchedulerEntry], rows: dict[int, int], budget: int, free_pages: int, page_tokens: int
 ) -> tuple[tuple[int, int], ...]:

@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _INCOMPLETE = "�"
+# After so many tokens that end inside a character, their text is returned as it is.
+_MAX_INCOMPLETE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class IncrementalDetokenizer:
         Without it, SentencePiece's decoders remove the space before the first word.
         """
         self._decode, self._stop, self._hidden = _decoder_of(tokenizer, not shows_special), stop, hidden
+        self._texts = _token_texts(tokenizer, not shows_special)
         self._keeps_stop, self._unstopped = keeps_stop, unstopped
         self._known = len(tokenizer)
         before = [i for i in continues if i < self._known and i not in hidden]
@@ -75,36 +80,42 @@ class IncrementalDetokenizer:
         """Adds a token and returns the new text. A stop token that ends the answer has no text."""
         self._pushed += 1
         # A model may have more ids than its tokenizer (padding of the vocabulary). Additional ids have no text.
-        if not has_text or self.stopped or token in self._hidden or token >= self._known:
+        hidden = not has_text or token in self._hidden or token >= self._known or self.stopped
+        text = "" if hidden else self._texts[token] if self._texts is not None else None
+        if text == "":
             self.text_offset = self._characters + len(self._incomplete.rstrip(_INCOMPLETE))
             return ""
+        self.text_offset = self._characters
         self._ids.append(token)
-        before = self._decode(self._ids[self._context_from : self._shown_from])
-        after = self._decode(self._ids[self._context_from :])
-        text = after[len(before) :]
-        self.text_offset = self._characters + _offset_after(self._incomplete, text)
-        if after.endswith(_INCOMPLETE) and len(self._ids) - self._shown_from < 8:
-            self._incomplete = text
-            return ""
-        self._characters, self._incomplete = self._characters + len(text), ""
+        if text is None or self._incomplete:
+            text = self._text_in_context()
+            if self._incomplete:
+                self.text_offset += _offset_after(self._incomplete, text)
+            if text.endswith(_INCOMPLETE) and len(self._ids) - self._shown_from < _MAX_INCOMPLETE_TOKENS:
+                self._incomplete = text
+                return ""
+            self._incomplete = ""
+        self._characters += len(text)
         self._context_from, self._shown_from = self._shown_from, len(self._ids)
-        return self._release(text)
+        return self._release(text) if self._stop else text
 
     def finish(self) -> str:
         """Ends the text and returns the part that ``push`` kept back."""
         if self.stopped:
             return ""
-        rest = self._decode(self._ids[self._context_from :])
-        rest = rest[len(self._decode(self._ids[self._context_from : self._shown_from])) :]
+        rest = self._text_in_context()
         self._shown_from = len(self._ids)
-        out = self._release(rest)
+        out = self._release(rest) if self._stop else rest
         if not self.stopped:
             out, self._held = out + self._held, ""
         return out
 
+    def _text_in_context(self) -> str:
+        """Returns the text of the tokens whose text was not returned yet."""
+        before = self._decode(self._ids[self._context_from : self._shown_from])
+        return self._decode(self._ids[self._context_from :])[len(before) :]
+
     def _release(self, text: str) -> str:
-        if not self._stop:
-            return text
         self._held += text
         if self._pushed <= self._unstopped:
             out, self._held = self._held, ""
@@ -148,7 +159,7 @@ class IncrementalDetokenizer:
         return out
 
 
-def _decoder_of(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> Callable[[list[int]], str]:
+def _decoder_of(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> partial[str]:
     """Returns the tokenizer's ``decode``, without transformers' conversions where these change nothing.
 
     The conversions take ten times as long as decoding one token.
@@ -158,6 +169,36 @@ def _decoder_of(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> Calla
     if own and kind._decode is PreTrainedTokenizerFast._decode and not _cleans_up(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special)
     return partial(tokenizer.decode, skip_special_tokens=skip_special)
+
+
+class _TokenTexts(dict[int, str | None]):
+    """Texts of tokens that have the same text everywhere; None for a token that is a part of a character."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def __missing__(self, token: int) -> str | None:
+        text = self._decode([token])
+        self[token] = None if _INCOMPLETE in text else text
+        return self[token]
+
+
+_texts_of: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, _TokenTexts]] = WeakKeyDictionary()
+
+
+def _token_texts(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> _TokenTexts | None:
+    """Returns the texts of a byte-level BPE's tokens, which do not depend on their neighbours; else None.
+
+    All detokenizers of a tokenizer share them: the tokenizer needs a microsecond to decode one token.
+    """
+    decode = _decoder_of(tokenizer, skip_special)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or decode.func != tokenizer.backend_tokenizer.decode:
+        return None
+    if not isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+        return None
+    shared = _texts_of.setdefault(tokenizer, {})
+    return shared.setdefault(skip_special, _TokenTexts(decode))
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:

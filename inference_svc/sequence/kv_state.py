@@ -40,6 +40,11 @@ class KVState:
         self.load_failed = False  # loading the cached prefix failed: the sequence must not use the cache
 
     @property
+    def is_full(self) -> bool:
+        """True if the blocks have no slot for another token."""
+        return self.table is not None and self.table.tokens == self.num_computed
+
+    @property
     def is_loading(self) -> bool:
         """True while layers are being loaded: a step with this sequence may have to wait for them."""
         return self.layers is not None and not self.layers.done

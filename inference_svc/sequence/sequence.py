@@ -10,6 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import MissReason
@@ -49,8 +50,7 @@ class FinishReason(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """One event of a sequence: a token, the end of the answer, or the stored prefix.
 
     ``finish`` ends the answer. Unless the sequence was cancelled or failed (``error``), one more output follows, with

@@ -72,7 +72,7 @@ def test_whatever_leaves_the_loop_is_told_to_everybody(monkeypatch: pytest.Monke
     while not running.outputs:
         time.sleep(0.001)
     assert engine.ailment == ""
-    monkeypatch.setattr(engine._core, "count_free_pages", broken)
+    monkeypatch.setattr(engine, "_count_free_pages", broken)
     assert "MemoryError: injected" in ends(engine)
     for request in (loading, running, waiting):
         assert request.ended.wait(20)
@@ -97,7 +97,7 @@ def test_what_is_asked_of_a_stopping_engine_is_answered(monkeypatch: pytest.Monk
         assert go_on.wait(20)
         return broken()
 
-    monkeypatch.setattr(engine._core, "count_free_pages", break_late)
+    monkeypatch.setattr(engine, "_count_free_pages", break_late)
     first, second = Request(prompt(1, 30), 5), Request(prompt(2, 30), 5)
     engine.submit(first.sequence)
     assert entered.wait(20)
@@ -232,7 +232,7 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
     with Embedded.from_pretrained("demo", cache=None, threads=1, pool_bytes=64 << 20) as engine:
         stream = engine.stream("hello", max_tokens=3000, ignore_eos=True)
         next(stream)
-        engine._runtime.engine._core.count_free_pages = broken  # type: ignore[method-assign]
+        engine._runtime.engine._count_free_pages = broken  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="the engine has stopped"):
             list(stream)
         for call in (engine.generate, engine.warm):
@@ -248,7 +248,7 @@ _WORKER = """
     from inference_svc.engine.engine_core import EngineCore
     from inference_svc.__main__ import main
 
-    folder, count, step = pathlib.Path(sys.argv.pop(1)), EngineCore.count_free_overflow_pages, EngineCore.step
+    folder, count, step = pathlib.Path(sys.argv.pop(1)), engine.Engine._count_free_pages, EngineCore.step
     engine._MAX_STEP_SECONDS, engine._MAX_STEP_RATIO = 2.0, 0.0
 
     def break_when_told(loop):
@@ -261,7 +261,7 @@ _WORKER = """
             time.sleep(0.01)
         return step(loop)
 
-    EngineCore.count_free_overflow_pages, EngineCore.step = break_when_told, hang_when_told
+    engine.Engine._count_free_pages, EngineCore.step = break_when_told, hang_when_told
     sys.exit(main(["worker", *sys.argv[1:]]))
 """
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.scheduling.scheduler import SchedulerEntry, StepPlan, most_pages, pages_to_reserve, plan_step
+from inference_svc.scheduling.scheduler import (
+    SchedulerEntry,
+    StepPlan,
+    most_pages,
+    pages_to_reserve,
+    plan_decode_step,
+    plan_step,
+)
 from inference_svc.scheduling.waiting_order import AGE_TOKENS_PER_SECOND, MAX_HOLD_SECONDS, Candidate, select_waiting
 
 PAGE = 32
@@ -41,6 +48,14 @@ def test_budget_and_pages_hold(given: list[SchedulerEntry], budget: int, free: i
     assert sum(needed(given[i], n) for i, n in counts.items()) <= free + sum(
         given[i].exclusive_pages for i in step.preempted
     )
+
+
+@given(works)
+def test_a_decode_step_is_planned_as_any_step(given: list[SchedulerEntry]) -> None:
+    given = [replace(one, num_uncomputed=1, is_loading=False) for one in given]
+    pages, plan = sum(needed(one, 1) for one in given), plan_decode_step(len(given))
+    assert replace(plan_step(given, len(given), pages, PAGE), rows=()) == replace(plan, rows=())
+    assert sorted(plan_step(given, len(given), pages, PAGE).rows) == list(plan.rows)
 
 
 @given(works, st.integers(1, 600), st.integers(0, 60))
