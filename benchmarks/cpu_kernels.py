@@ -29,6 +29,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.decode import bound_seconds, peak_arithmetic, read_bandwidth
+from inference_svc.kv_pool.zeroed_tensors import zeros
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 
@@ -125,10 +126,13 @@ def attention(out: KernelComparison, models: Sequence[str]) -> None:
 
 
 def _pool(model: str, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values ``[layers, kv_heads, keys, dim]``; all layers together exceed the CPU's caches."""
+    """Return keys and values ``[layers, kv_heads, keys, dim]`` in large pages, as a pool is.
+
+    All layers together exceed the CPU's caches.
+    """
     _, kv_heads, dim = MODELS[model]
     layers = -(-_CACHES // (2 * kv_heads * keys * dim * dtype.itemsize))
-    k, v = (torch.randn(layers, kv_heads, keys, dim, dtype=dtype) for _ in range(2))
+    k, v = (zeros((layers, kv_heads, keys, dim), dtype).normal_() for _ in range(2))
     return k, v
 
 

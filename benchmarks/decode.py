@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from kvkernels.cpu import large_pages
 from kvkernels.device.visible_devices import device_of, is_device
 
 from benchmarks import report
@@ -30,8 +31,14 @@ _READ_BYTES, _PRODUCT = 256 << 20, 1024
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second of reading uncached memory on all cores; the best of several runs."""
-    source = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
+    """Measure the bytes per second of reading uncached memory on all cores; the best of several runs.
+
+    On a CPU the memory is in large pages, like a model's weights and its pool: reading them takes up to a fifth less.
+    """
+    if device.type == "cpu":
+        source = large_pages.allocate(_READ_BYTES).view(torch.int64).fill_(1)
+    else:
+        source = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
     return _READ_BYTES / _best_seconds(device, source.sum)  # integer sums run at memory bandwidth
 
 

@@ -126,7 +126,7 @@ template <class T> class Tile {
     const int64_t groups = (num_query_rows_ + ROWS - 1) / ROWS, words = dim_ * sizeof(T) / sizeof(int32_t);
     const int64_t squares = KEYS / LANES * ((words + LANES - 1) / LANES);
     const int64_t steps = SCORES / PARTS * (dim_ / WORD) + dim_ / (PARTS * LANES) * (KEYS / WORD);
-    return lines / (squares + groups * steps / STEPS) + 1;
+    return lines / (squares + KEYS / WORD / value_rows_per_portion(dim_) + groups * steps / STEPS) + 1;
   }
 
   // Returns the query of one row and head as words.

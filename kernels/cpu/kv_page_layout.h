@@ -8,6 +8,9 @@ namespace kvk {
 // Tokens of a page of the pool, and keys of a block.
 constexpr int PAGE = 32, KEYS = 64;
 
+// Rows of values whose layout takes as long as that of a square of keys; one portion is prefetched in this time.
+KVK_INLINE int64_t value_rows_per_portion(int64_t dim) { return dim >= 256 ? 1 : 256 / dim; }
+
 // Loads up to LANES words, zero-padded.
 KVK_INLINE Words words(const int32_t* from, int64_t count) {
   if (count >= LANES) return load<Words>(from);
@@ -41,7 +44,7 @@ template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int
 template <class T, bool PAIRED> void load_value_page(float* to, const T* from, int64_t dim, PagePrefetch& prefetch) {
   constexpr int WORD = PAIRED ? 2 : 1;
   for (int key = 0; key < PAGE; key += WORD, from += WORD * dim, to += dim) {
-    prefetch.advance();
+    if (key % (value_rows_per_portion(dim) * WORD) == 0) prefetch.advance();
     for (int64_t d = 0; d < dim; d += LANES) {
       if constexpr (PAIRED)
         store(to + d, extended(load<Halves>(from + d)) | extended(load<Halves>(from + dim + d)) << 16);
