@@ -126,7 +126,12 @@ template <class T> class Tile {
     const int64_t groups = (num_query_rows_ + ROWS - 1) / ROWS, words = dim_ * sizeof(T) / sizeof(int32_t);
     const int64_t squares = KEYS / LANES * ((words + LANES - 1) / LANES);
     const int64_t steps = SCORES / PARTS * (dim_ / WORD) + dim_ / (PARTS * LANES) * (KEYS / WORD);
-    return lines / (squares + KEYS / WORD / value_rows_per_portion(dim_) + groups * steps / STEPS) + 1;
+    const int64_t value_rows = reads_values_in_place(groups) ? 0 : KEYS / WORD;
+    return lines / (squares + value_rows / value_rows_per_portion(dim_) + groups * steps / STEPS) + 1;
+  }
+
+  static bool reads_values_in_place(int64_t groups) {
+    return !PAIRED && (sizeof(T) == sizeof(float) || groups <= FEW_GROUPS);
   }
 
   // Returns the query of one row and head as words.
@@ -174,7 +179,7 @@ template <class T> class Tile {
       const int64_t* pages = batch_.pages + unit_.first_page + first_key_ / PAGE;
       const bool whole = first_key_ >= oldest_ && first_key_ + KEYS - 1 <= last_;
       plan_prefetch(to, with_values);
-      in_place_ = whole && !PAIRED && (sizeof(T) == sizeof(float) || groups_ <= FEW_GROUPS);
+      in_place_ = whole && reads_values_in_place(groups_);
       for (int page = 0; page < KEYS / PAGE; page++) {
         load_key_page<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_, prefetch_);
         value_page_[page] = values + pages[page] * dim_;
