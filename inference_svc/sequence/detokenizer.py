@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
-from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _INCOMPLETE = "�"
@@ -195,7 +194,7 @@ def _token_texts(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> _Tok
     decode = _decoder_of(tokenizer, skip_special)
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or decode.func != tokenizer.backend_tokenizer.decode:
         return None
-    if not isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+    if type(tokenizer.backend_tokenizer.decoder).__name__ != "ByteLevel":
         return None
     shared = _texts_of.setdefault(tokenizer, {})
     return shared.setdefault(skip_special, _TokenTexts(decode))
