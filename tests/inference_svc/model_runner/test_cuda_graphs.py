@@ -142,9 +142,9 @@ def test_a_device_that_refuses_is_asked_once(emulated: Emulated, model: LoadedMo
 class NoText:
     """Substitute of the tokenizer, because the random model has none."""
 
-    stopped = False
+    stopped, text_offset = False, 0
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, has_text: bool = True) -> str:
         return ""
 
     def finish(self) -> str:
