@@ -208,7 +208,8 @@ class OpenAIWriter:
             return openai_fields.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
         most = len(self._request.logprob_token_ids or ()) or most
         from_prompt = self._request.echo and choice not in self._begun
-        self._begun.update([choice] if parts else [])
+        if parts:
+            self._begun.add(choice)
         return openai_fields.completion_logprobs(parts, most, from_prompt, self._request.return_tokens_as_token_ids)
 
 

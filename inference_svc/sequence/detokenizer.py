@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
         Without it, SentencePiece's decoders remove the space before the first word.
         """
         self._decode, self._stop, self._hidden = _decoder_of(tokenizer, not shows_special), stop, hidden
-        self._texts = _token_texts(tokenizer, not shows_special)
+        self._texts = _token_texts(tokenizer, self._decode)
         self._keeps_stop, self._unstopped = keeps_stop, unstopped
         self._known = len(tokenizer)
         before = [i for i in continues if i < self._known and i not in hidden]
@@ -183,21 +183,21 @@ class _TokenTexts(dict[int, str | None]):
         return self[token]
 
 
+# By the tokenizer and by whether special tokens are skipped.
 _texts_of: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, _TokenTexts]] = WeakKeyDictionary()
 
 
-def _token_texts(tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> _TokenTexts | None:
+def _token_texts(tokenizer: PreTrainedTokenizerBase, decode: partial[str]) -> _TokenTexts | None:
     """Returns the texts of a byte-level BPE's tokens, which do not depend on their neighbours; else None.
 
     All detokenizers of a tokenizer share them: the tokenizer needs a microsecond to decode one token.
     """
-    decode = _decoder_of(tokenizer, skip_special)
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or decode.func != tokenizer.backend_tokenizer.decode:
         return None
     if type(tokenizer.backend_tokenizer.decoder).__name__ != "ByteLevel":
         return None
     shared = _texts_of.setdefault(tokenizer, {})
-    return shared.setdefault(skip_special, _TokenTexts(decode))
+    return shared.setdefault(decode.keywords["skip_special_tokens"], _TokenTexts(decode))
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:

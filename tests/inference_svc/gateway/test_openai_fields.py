@@ -147,11 +147,9 @@ def test_bytes_of_parts_of_characters(gateway: Gateway) -> None:
     assert all(top["bytes"] is not None for token in tokens for top in token["top_logprobs"])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_offsets_of_tokens_in_the_text(gateway: Gateway, streamed: bool) -> None:
-    """A character of several tokens counted several times."""
-    prompt = "a 🦊 and über 猫, then text"
-    body: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 3, "temperature": 0}
+def with_offsets(gateway: Gateway, streamed: bool, **body: Any) -> tuple[str, list[str], list[int]]:
+    """Return the text of a completion with its tokens and their offsets."""
+    body |= {"prompt": "a 🦊 and über 猫, then text", "echo": True, "logprobs": 0, "max_tokens": 3}
     if streamed:
         choices = [event["choices"][0] for event in events(gateway, "/v1/completions", **body) if event["choices"]]
     else:
@@ -159,6 +157,13 @@ def test_offsets_of_tokens_in_the_text(gateway: Gateway, streamed: bool) -> None
     text = "".join(choice["text"] for choice in choices)
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     tokens, offsets = ([one for part in logprobs for one in part[name]] for name in ("tokens", "text_offset"))
+    return text, tokens, offsets
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_offsets_of_tokens_in_the_text(gateway: Gateway, streamed: bool) -> None:
+    """A character of several tokens counted several times."""
+    text, tokens, offsets = with_offsets(gateway, streamed, temperature=0)
     assert offsets == sorted(offsets)
     whole = [(token, at) for token, at in zip(tokens, offsets, strict=True) if "\ufffd" not in token]
     assert len(whole) < len(tokens), "some token is a part of a character"
@@ -170,15 +175,7 @@ def test_offsets_of_sampled_tokens(gateway: Gateway, streamed: bool) -> None:
     """Among these answers are hidden special tokens and bytes inside characters."""
     hidden = 0
     for seed in (4, 182, 202, 374):
-        body: dict[str, Any] = {"prompt": "a 🦊 and über 猫, then text", "echo": True, "logprobs": 0}
-        body |= {"max_tokens": 3, "ignore_eos": True, "seed": seed}
-        if streamed:
-            choices = [event["choices"][0] for event in events(gateway, "/v1/completions", **body) if event["choices"]]
-        else:
-            choices = gateway.post("/v1/completions", **body)["choices"]
-        text = "".join(choice["text"] for choice in choices)
-        logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-        tokens, offsets = ([one for part in logprobs for one in part[name]] for name in ("tokens", "text_offset"))
+        text, tokens, offsets = with_offsets(gateway, streamed, ignore_eos=True, seed=seed)
         assert offsets == sorted(offsets)
         for token, offset, after in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
             if token.startswith("<|"):
