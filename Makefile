@@ -237,9 +237,19 @@ gpu-wheels:  ## Collect the wheels that `make gpu` needs on a machine without a 
 LLAMA       ?= llama-cpp-python==0.3.36
 LLAMA_VENV  := .venv-llama
 LLAMA_STAMP := $(LLAMA_VENV)/.installed
+OPENVINO       ?= openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0
+OPENVINO_VENV  := .venv-openvino
+OPENVINO_STAMP := $(OPENVINO_VENV)/.installed
 .PHONY: bench-peers
-bench-peers: setup $(VLLM_STAMP) $(LLAMA_STAMP)  ## Install other engines (5 GB, 20 minutes) and compare with them
+bench-peers: setup $(VLLM_STAMP) $(LLAMA_STAMP) $(OPENVINO_STAMP)  ## Install other engines (7 GB, 20 minutes) and compare with them
 	$(BIN)/python -m benchmarks.peers --model shape:qwen2.5-0.5b --out bench-out/peers.json
+
+$(OPENVINO_STAMP):
+	@test -x $(OPENVINO_VENV)/bin/python || $(PYTHON) -m venv $(OPENVINO_VENV)
+	$(OPENVINO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(OPENVINO)
+	@# It is built for another torch, and what imports it fails; the exporter does not need it.
+	$(OPENVINO_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
 
 $(LLAMA_STAMP):
 	@test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
@@ -257,7 +267,7 @@ dist: setup  ## Build the source distribution, and from it the wheel with its ma
 		rm dist/*-linux_*.whl; $(BIN)/auditwheel show dist/*.whl;; esac
 
 clean:  ## Remove the environment and build products
-	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(FRAMEWORKS_VENV) $(AUTOAWQ_VENV) $(LOWEST_VENV) $(ENGINES) build dist bench-out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(OPENVINO_VENV) $(FRAMEWORKS_VENV) $(AUTOAWQ_VENV) $(LOWEST_VENV) $(ENGINES) build dist bench-out *.egg-info
 
 .PHONY: clients
 clients: setup  ## Build the clients in other languages whose toolchains are installed

@@ -1,10 +1,11 @@
-"""One model in the formats of all engines: safetensors, and GGUF with several bit widths."""
+"""One model in the formats of all engines: safetensors, GGUF with several bit widths, and OpenVINO's format."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import gguf
 import numpy as np
 import torch
 from gguf.quants import quantize
+from kvsidecar.models.model_library import ModelLibrary
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from benchmarks.systems.environments import ROOT, Environment
 from inference_svc.models.device_choice import pick_dtype
 from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
@@ -29,6 +32,7 @@ KINDS = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
+_OPENVINO_GROUP = 64  # inputs of a group of 4-bit weights: a divisor of the inputs of all layers, and that of ours
 _ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 
 
@@ -76,7 +80,7 @@ def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
-    """Write a Llama or Qwen2 model for llama.cpp, without a tokenizer.
+    """Write a Llama or Qwen2 model for llama.cpp, with its tokenizer if the folder has one.
 
     ``kind`` is one of KINDS. With 4-bit weights, the embeddings have 8 bits, because llama.cpp's own quantizer gives
     them more bits, too. Raises ValueError for a model that this function cannot write.
@@ -100,7 +104,10 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     writer.add_rope_freq_base(_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, folder, config)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
@@ -121,6 +128,59 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+    """Write a byte-level BPE tokenizer. Embedding rows without a token get unused tokens."""
+    found = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    if found["model"]["type"] != "BPE":
+        raise ValueError(f"a tokenizer of type {found['model']['type']} is not written for llama.cpp here; BPE is")
+    tokens = [f"[PAD{i}]" for i in range(config["vocab_size"])]
+    types = [gguf.TokenType.UNUSED] * len(tokens)
+    for text, i in found["model"]["vocab"].items():
+        tokens[i], types[i] = text, gguf.TokenType.NORMAL
+    for added in found["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        tokens[added["id"]], types[added["id"]] = added["content"], kind
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in found["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    end = config.get("eos_token_id")
+    if end is not None:
+        writer.add_eos_token_id(end[0] if isinstance(end, list) else end)
+
+
+def quantize_gguf(environment: Environment, source: Path, target: Path, kind: str) -> None:
+    """Quantize a GGUF file with llama.cpp's own quantizer. Raises RuntimeError with the end of its output."""
+    command = [environment.python, "-m", "benchmarks.systems.llama_quantize", source, target, kind]
+    _run_tool(command, environment)
+
+
+def export_openvino(environment: Environment, folder: Path, target: Path, width: str) -> None:
+    """Export a model for OpenVINO with weights of ``width`` fp16, int8 or int4, as its manual describes.
+
+    Raises RuntimeError with the end of the exporter's output.
+    """
+    command = [environment.python.parent / "optimum-cli", "export", "openvino", "--model", folder]
+    command += ["--task", "text-generation-with-past", "--weight-format", width]
+    if width == "int4":
+        command += ["--group-size", str(_OPENVINO_GROUP), "--ratio", "1.0"]
+    _run_tool([*command, target], environment)
+
+
+def _run_tool(command: list[Any], environment: Environment) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=environment.variables(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[0]).name} {command[2]} failed: {(done.stderr or done.stdout)[-1000:]}")
+
+
+def folder_of_codes(file: Path, scratch: Path, dtype: str) -> Path:
+    """Convert a GGUF file below ``scratch`` to a folder with the file's codes; return the folder."""
+    library = ModelLibrary(scratch / "models")
+    return convert_gguf(open_source(file, library), getattr(torch, dtype), library, coded=True)
 
 
 def _width(name: str, values: NDArray[np.float32], kind: str) -> gguf.GGMLQuantizationType:

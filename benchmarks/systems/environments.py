@@ -11,7 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 # For each engine: the module to import, and the folder of the environment that the Makefile creates.
-_ENGINES = {"vllm": ("vllm", ".venv-vllm"), "llama_cpp": ("llama_cpp", ".venv-llama")}
+_ENGINES = {
+    "vllm": ("vllm", ".venv-vllm"),
+    "llama_cpp": ("llama_cpp", ".venv-llama"),
+    "openvino_genai": ("openvino_genai", ".venv-openvino"),
+}
 # Allocator and OpenMP runtime that vLLM's manual recommends to preload, with the file names in search order.
 _PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
 
@@ -39,7 +43,7 @@ class Environment:
 
 
 def find(engine: str) -> Environment:
-    """Find the environment of ``vllm`` or ``llama_cpp``.
+    """Find the environment of ``vllm``, ``llama_cpp`` or ``openvino_genai``.
 
     This is the interpreter in the variable KVSIDECAR_BENCH_NAME, this interpreter, or the one that the Makefile has
     installed. Raises EngineNotInstalled.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def test_a_batch_gets_the_answers_of_its_prompts(tmp_path: Path, name: str) -> N
     draw = TokenSource(1)
     document = draw(224)
     prompts = [document + draw(32) for _ in range(3)]
-    with peers.Bench(options, tmp_path).running(name) as arm:
+    with ExitStack() as stack:
+        arm = peers.Bench(options, tmp_path).start(name, stack)
         alone = [arm.ask(prompt, 6).ids for prompt in prompts]
         together = arm.ask_batch(prompts, 6)
     assert [answer.ids for answer in together] == alone
