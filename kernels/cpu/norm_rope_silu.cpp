@@ -10,13 +10,22 @@ using namespace kvk;
 
 namespace {
 
-constexpr int BLOCK = 8;       // rows per work item
-constexpr int MAX_DIM = 256;  // of a head
+constexpr int64_t BLOCK = 8;      // rows per work item
+constexpr int64_t FEW_ROWS = 64;  // with at most so many rows, an item has one row, so that all threads get rows
+constexpr int64_t PIECE = 1024;   // columns of a row whose gate is a work item
+constexpr int MAX_DIM = 256;      // of a head
 
-// Calls `work` for every row that this thread claims.
+// Calls `work` with every row that this thread claims and with a number below `pieces`, of every piece of the row.
+template <class Job, class Work> void each_piece(Job* job, int64_t pieces, Work work) {
+  const int64_t block = job->rows <= FEW_ROWS ? 1 : BLOCK, items = (job->rows + block - 1) / block * pieces;
+  for (int64_t item; (item = claim_next(&job->next_item)) < items;) {
+    const int64_t first = item / pieces * block;
+    for (int64_t row = first; row < first + block && row < job->rows; row++) work(row, item % pieces);
+  }
+}
+
 template <class Job, class Work> void each_row(Job* job, Work work) {
-  for (int64_t first; (first = claim_next(&job->next_item) * BLOCK) < job->rows;)
-    for (int64_t row = first; row < first + BLOCK && row < job->rows; row++) work(row);
+  each_piece(job, 1, [&](int64_t row, int64_t) { work(row); });
 }
 
 float scale_of(Floats squares, int64_t width, double epsilon) {
@@ -94,10 +103,10 @@ Floats exponential(Floats x) {
   return (power * part * part + part + 1.f) * (Floats)(((Words)shifted + 127) << 23);
 }
 
-template <class T> void gate(const SiluJob& job, int64_t row) {
+template <class T> void gate(const SiluJob& job, int64_t row, int64_t from, int64_t end) {
   const int64_t width = job.width;
   const T *gates = (const T*)job.gate_up + row * 2 * width, *ups = gates + width;
-  for (int64_t c = 0; c < width; c += LANES) {
+  for (int64_t c = from; c < end; c += LANES) {
     const Floats g = widened(gates + c, width - c);
     const Floats near = larger(splat(-87.f), smaller(splat(87.f), -g));
     const Floats active = as_precise<T>(g / (1.f + exponential(near)));
@@ -119,5 +128,8 @@ KVK_EXPORT void kvk_rope(RopeJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? rotate<bf16>(*job, row) : rotate<float>(*job, row); });
 }
 KVK_EXPORT void kvk_silu_and_mul(SiluJob* job) {
-  each_row(job, [&](int64_t row) { job->of_bf16 ? gate<bf16>(*job, row) : gate<float>(*job, row); });
+  each_piece(job, (job->width + PIECE - 1) / PIECE, [&](int64_t row, int64_t piece) {
+    const int64_t from = piece * PIECE, end = from + PIECE < job->width ? from + PIECE : job->width;
+    job->of_bf16 ? gate<bf16>(*job, row, from, end) : gate<float>(*job, row, from, end);
+  });
 }

@@ -194,8 +194,8 @@ template <class T> void check_kv_pack(int64_t bits, int64_t tokens, bool turned)
 
 // ---- norm_rope_silu, bf16_gemv, quantized_gemm ------------------------------------------------------------------------
 
-template <class T> void rows(int64_t width) {
-  const int64_t count = 11, dim = 48, half = dim / 2;
+template <class T> void rows(int64_t width, int64_t count) {
+  const int64_t dim = 48, half = dim / 2;
   const double tolerance = sizeof(T) == 2 ? 0.02 : 2e-6;
   Buffer<T> hidden(count * width), delta(count * width), out(count * width), gate_up(count * 2 * width);
   Buffer<float> weight(width), sums(count * width), cosine(count * dim), sine(count * dim);
@@ -349,7 +349,8 @@ int main(int arguments, char**) {
   attention<bf16>(64, 600, 80, 1 << 30, 0);
   for (int64_t bits = 16; bits >= 4; bits /= 2)
     for (int turned = 0; turned < 2; turned++) check_kv_pack<float>(bits, 70, turned), check_kv_pack<bf16>(bits, 81, turned);
-  rows<float>(75), rows<bf16>(75), rows<bf16>(64);
+  rows<float>(75, 11), rows<bf16>(75, 11), rows<bf16>(64, 11);
+  rows<float>(2100, 3), rows<float>(75, 67), rows<float>(2048, 67);  // pieces of a row, and blocks of rows
   for (int64_t parts = 1; parts < 8; parts++) check_bf16_gemv(parts);  // also parts that begin within a strip
   for (int64_t storage = STORED_FLOAT; storage <= STORED_CODED8; storage++)
     for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) check_f32_gemm(storage, 70, 160, rows);
