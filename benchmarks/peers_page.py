@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import metrics_of
+from benchmarks.peers import AGAINST, metrics_of
 
 ROOT = Path(__file__).parent.parent
 MEANINGS = {
@@ -31,12 +31,15 @@ other systems. Models named `shape:…` have random weights in the shape of the 
 """
 _ABOUT = {
     "peers": (
-        "Four engines, the same prompts",
+        "Five engines, the same prompts",
         "Each system reads new documents, answers a question about each, and answers another one after SIGKILL and a "
         "new process. A system without persistence computes the document again. Answers that are decoded together are "
-        "to different questions about one document. `ours` is our worker with 16-bit "
-        "weights, `ours_w8` and `ours_w4` with 8 and 4 bits. The list above each table compares a system with "
-        "ours at the same bits per weight. `vllm_kvsidecar` is vLLM with our connector.",
+        "to different questions about one document. `ours` is our worker with 16-bit weights, `ours_w8` and `ours_w4` "
+        "with 8 and 4 bits, and `ours_q8_0`, `ours_q4_0` and `ours_q4_k_m` with the codes of the GGUF file that "
+        "llama.cpp gets. `vllm_kvsidecar` is vLLM with our connector. In runs since 2026-11-28 the systems take turns "
+        "within each document, and a second table has the median and the spread (half the interquartile range) of "
+        "their ratios to ours with the same bits per weight: above 1, ours is faster. In older runs, one system ran "
+        "after another.",
     ),
     "agents": (
         "Agents with tools",
@@ -87,8 +90,6 @@ _FAULT_PHRASES = {
     "kill_daemon_and_supervisor": "SIGKILL to the daemon and its supervisor",
     "kill_daemon_and_guardian": "SIGKILL to the daemon and its supervisor",  # its name in older results
 }
-# For systems with quantized weights: our arm with the same number of bits per weight.
-_SAME_BITS = {"llama.cpp_q8_0": "ours_w8", "llama.cpp_q4_0": "ours_w4"}
 _STEPS = ("all", "compacted", "restarted")
 Result = dict[str, Any]
 
@@ -107,22 +108,33 @@ def page(results: dict[str, Result]) -> str:
 
 
 def _peers(result: Result) -> list[str]:
-    rows = result["rows"]
+    rows, metrics = result["rows"], metrics_of(result["config"].get("batches", []))
     ours = {(r["system"], r["context_tokens"]): r for r in rows if r["system"].startswith("ours")}
-    lost, metrics = [], metrics_of(result["config"].get("batches", []))
+    lost, ratios, names = [], [], [m.removesuffix("_ms") for m in metrics]
     for r in rows:
         tokens = r["context_tokens"]
-        own = ours.get((_SAME_BITS.get(r["system"], "ours"), tokens)) or ours.get(("ours", tokens))
-        for metric in metrics if own is not None and not r["system"].startswith("ours") else ():
-            if r[metric] < own[metric]:
-                share = f"{r['system']} needs {r[metric] / own[metric]:.2f} of the time of {own['system']}"
-                lost.append(f"- {_meaning(metric)}, {tokens:,} tokens: {share}")
-    table = _table(
-        ["system", "tokens", *map(_meaning, metrics)],
-        [[r["system"], r["context_tokens"], *(r[m] for m in metrics)] for r in rows],
-    )
-    faster = "\n".join(lost) or "- nothing in this run"
-    return ["**Other systems are faster at:**", faster, table]
+        own = next((ours[n, tokens] for n in (*AGAINST.get(r["system"], ()), "ours") if (n, tokens) in ours), None)
+        if own is None or r["system"].startswith("ours"):
+            continue
+        found = [r.get(f"{name}_ratio", r[m] / own[m]) for name, m in zip(names, metrics, strict=True)]
+        lost += [
+            f"- {_meaning(m)}, {tokens:,} tokens: {r['system']} needs {ratio:.2f}{_spread(r, m)} of the time of "
+            f"{own['system']}"
+            for m, ratio in zip(metrics, found, strict=True)
+            if ratio < 1
+        ]
+        if "against" in r:
+            cells = [f"{ratio:.2f}{_spread(r, m)}" for m, ratio in zip(metrics, found, strict=True)]
+            ratios.append([r["system"], r["against"], tokens, *cells])
+    head, meanings = ["system", "tokens"], [*map(_meaning, metrics)]
+    table = _table([*head, *meanings], [[r["system"], r["context_tokens"], *(r[m] for m in metrics)] for r in rows])
+    parts = ["**Other systems are faster at:**", "\n".join(lost) or "- nothing in this run", table]
+    return [*parts, _table(["system", "ours", "tokens", *meanings], ratios)] if ratios else parts
+
+
+def _spread(row: Result, metric: str) -> str:
+    name = metric.removesuffix("_ms") + "_ratio"
+    return f" ± {row[name] * row[name + '_spread']:.2f}" if name in row else ""
 
 
 def _meaning(metric: str) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import agents, engines, peers, peers_page
 from benchmarks.engines import TokenSource
-from benchmarks.systems.checkpoint import KINDS, folder_of, write_gguf
+from benchmarks.systems.arms import EngineArm
+from benchmarks.systems.checkpoint import KINDS, folder_of, folder_of_codes, write_gguf
+from benchmarks.systems.engine import Answer
 from inference_svc.models.gguf import gguf_config, gguf_file, gguf_weights
 
 _SMALL = {
@@ -58,6 +60,8 @@ def test_what_is_missing_is_said_and_the_rest_measured(tmp_path: Path) -> None:
     assert "**Other systems are faster at:**" in text
     assert "Missing, vllm: " in text
     assert "| time per step, 4 answers |" in text
+    assert rows["transformers"]["against"] == "ours"
+    assert f"| transformers | ours | 1,024 | {rows['transformers']['ttft_nocache_ratio']:.2f} ± " in text
     engines.main(["--quick", "--out", str(out)])
     assert "is no interpreter with vllm" in read(out)["summary"]["missing"]
 
@@ -113,3 +117,41 @@ def test_what_is_written_for_llama_cpp_is_the_model(tmp_path: Path, architecture
         values = torch.cat(list(weight.pieces(written, torch.float32))).view(weight.shape)
         error = (values - expected[weight.name]).abs().max() / expected[weight.name].abs().max().clamp_min(1e-9)
         assert error <= {"f16": 1e-3, "bf16": 0.01, "q8_0": 0.01, "q4_0": 0.15}[kind], weight.name
+
+
+def test_a_system_that_fails_is_dropped_and_the_rest_measured() -> None:
+    asked, turns = list[str](), list[str]()
+
+    def arm(name: str, lives: int) -> EngineArm:
+        def ask(prompt: list[int], answer: int) -> Answer:
+            asked.append(name)
+            if asked.count(name) > lives:
+                raise RuntimeError(f"{name} ended")
+            return Answer([1] * answer, 10.0, 10.0 + 2 * (answer - 1), 0)
+
+        return EngineArm(name, ask, lambda prompts, answer: [ask(p, answer) for p in prompts], lambda: None)
+
+    missing: dict[str, str] = {}
+    options = argparse.Namespace(answer_tokens=4, batches=[2])
+    arms = {"ours": arm("ours", 1000), "vllm": arm("vllm", 1000), "openvino": arm("openvino", 6)}
+    documents = [peers.Document.draw(TokenSource(1), 64, [2]) for _ in range(3)]
+    rows = peers.Comparison(arms, missing, options).measure(64, documents, turns.append)
+    assert missing == {"openvino": "openvino ended"}
+    assert {row["system"]: row.get("against") for row in rows} == {"ours": None, "vllm": "ours"}
+    assert rows[1]["decode_2_ms"] == 2
+    assert rows[1]["decode_2_ratio"] == 1
+    # The system that begins changes with the document; the failed one gets no more turns.
+    assert turns[:3] == ["ours", "vllm", "openvino"]
+    assert turns[3:7] == ["vllm", "ours", "ours", "vllm"]
+    assert turns[7:] == ["ours", "vllm", "vllm", "ours", "ours", "vllm"]
+
+
+def test_a_file_with_its_tokenizer_becomes_a_model_with_the_same_tokens(tmp_path: Path) -> None:
+    folder = folder_of("shape:tiny", tmp_path)
+    write_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    made = folder_of_codes(tmp_path / "model.gguf", tmp_path, "float32")
+    assert tmp_path in made.parents
+    text = "def f(x):\n    return x  # caf\u00e9 \u4f60\u597d<|im_end|>"
+    expected, found = (AutoTokenizer.from_pretrained(path) for path in (folder, made))
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.decode(found(text)["input_ids"]) == expected.decode(expected(text)["input_ids"])
