@@ -1,7 +1,8 @@
-"""Runs the tests that ``make check`` leaves out: ``python -m tests.nightly [--out FOLDER] [STEP …]``.
+"""Runs the tests that ``make check`` leaves out: ``python -m tests.nightly [--out FOLDER] [--resume] [STEP …]``.
 
 A step is a target of the Makefile or a command. If a step fails, the next ones still run. Random tests get a new seed,
-which the table shows. The exit status is 1 if a step failed.
+which the JSON has for each step. The exit status is 1 if a step failed. With ``--resume``, steps that passed in an
+earlier run of the same commit are not repeated, so a run of hours may be interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tests import seeds
@@ -63,6 +64,7 @@ class StepResult:
     seconds: float
     counts: str
     log: str
+    seed: int
 
     @property
     def outcome(self) -> str:
@@ -86,7 +88,8 @@ def run(step: Step, folder: Path) -> StepResult:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    return StepResult(step.name, code, round(time.monotonic() - began, 1), counted(log.read_text()), str(log))
+    seconds = round(time.monotonic() - began, 1)
+    return StepResult(step.name, code, seconds, counted(log.read_text()), str(log), seeds.chosen())
 
 
 def counted(output: str) -> str:
@@ -120,32 +123,45 @@ def about() -> dict[str, object]:
     }
 
 
+def passed_steps(path: Path, head: dict[str, object]) -> dict[str, StepResult]:
+    """Return the steps that passed in the run that wrote ``path``, if both runs are of one commit without changes."""
+    if not path.exists():
+        return {}
+    told = json.loads(path.read_text())
+    if told["dirty"] or head["dirty"] or told["commit"] != head["commit"]:
+        return {}
+    names = [field.name for field in fields(StepResult)]
+    found = [StepResult(**{name: step[name] for name in names}) for step in told["steps"]]
+    return {result.name: result for result in found if result.code == 0}
+
+
 def main(arguments: list[str], steps: Sequence[Step] = STEPS) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nightly", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(step.name for step in steps)}; all")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "nightly", help="the folder for logs and results")
+    parser.add_argument("--resume", action="store_true", help="keep the steps that passed on this commit before")
     given = parser.parse_args(arguments)
     names = {step.name for step in steps}
     if unknown := [name for name in given.steps if name not in names]:
         parser.error(f"there is no step {unknown[0]}; there are {', '.join(sorted(names))}")
     os.environ.setdefault(seeds.VARIABLE, "random")
     given.out.mkdir(parents=True, exist_ok=True)
-    head, results = about(), list[StepResult]()
+    head = about()
+    results = passed_steps(given.out / "nightly.json", head) if given.resume else {}
     print(f"seed {head['seed']} ({seeds.VARIABLE} repeats it)", flush=True)
     for step in steps:
-        if given.steps and step.name not in given.steps:
-            continue
-        print(f"{step.name} …", flush=True)
-        try:
-            result = run(step, given.out)
-        except OSError as error:
-            result = StepResult(step.name, 127, 0.0, str(error), "")
-        results.append(result)
-        print(f"{step.name}: {result.outcome} after {result.seconds:.0f} s {result.counts}", flush=True)
-        told = [asdict(one) | {"outcome": one.outcome} for one in results]
-        (given.out / "nightly.json").write_text(json.dumps(head | {"steps": told}, indent=1))
-    print(table(results))
-    return int(any(result.code != 0 for result in results))
+        if step.name not in results and (not given.steps or step.name in given.steps):
+            print(f"{step.name} …", flush=True)
+            try:
+                results[step.name] = run(step, given.out)
+            except OSError as error:
+                results[step.name] = StepResult(step.name, 127, 0.0, str(error), "", seeds.chosen())
+            told = [asdict(one) | {"outcome": one.outcome} for one in results.values()]
+            (given.out / "nightly.json").write_text(json.dumps(head | {"steps": told}, indent=1))
+        if (result := results.get(step.name)) is not None:
+            print(f"{step.name}: {result.outcome} after {result.seconds:.0f} s {result.counts}", flush=True)
+    print(table(list(results.values())))
+    return int(any(result.code != 0 for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -50,3 +50,29 @@ def test_all_good_steps_are_a_success_and_some_can_be_chosen(tmp_path: Path) -> 
     assert [step["name"] for step in json.loads((tmp_path / "nightly.json").read_text())["steps"]] == ["good"]
     with pytest.raises(SystemExit):
         nightly.main(["--out", str(tmp_path), "unknown"], steps)
+
+
+def test_a_resumed_run_keeps_what_passed_on_this_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = {"commit": "abc", "dirty": False}
+    monkeypatch.setattr(nightly, "about", lambda: dict(head, seed=seeds.chosen()))
+    ran = tmp_path / "ran"
+    ran.touch()
+
+    def steps(code: int) -> tuple[Step, ...]:
+        note = f"open({str(ran)!r}, 'a').write"
+        return python("good", f"{note}('g'); print('3 passed in 1s')"), python("bad", f"{note}('b'); exit({code})")
+
+    def run(*arguments: str, code: int = 0) -> int:
+        ran.write_text("")
+        return nightly.main(["--out", str(tmp_path), *arguments], steps(code))
+
+    assert run(code=1) == 1
+    assert (run("--resume"), ran.read_text()) == (0, "b")
+    told = json.loads((tmp_path / "nightly.json").read_text())["steps"]
+    assert [(step["name"], step["counts"], step["seed"]) for step in told] == [("good", "3 passed", 7), ("bad", "", 7)]
+    assert (run("--resume", "bad"), ran.read_text()) == (0, "")
+    head["commit"] = "def"
+    assert (run("--resume"), ran.read_text()) == (0, "gb")
+    head["dirty"] = True
+    assert (run("--resume"), ran.read_text()) == (0, "gb")
+    assert (run(), ran.read_text()) == (0, "gb")
