@@ -4,7 +4,7 @@
 take longer than reading the raw bytes. This depends on disk and processor, so the writer's thread measures both once
 per process, when the store holds enough data: the disk with O_DIRECT, decompression on chunks that are being written.
 Until then payloads are stored raw; every payload records how it was stored. ``auto`` uses only idle cores: while an
-engine uses all cores, payloads are stored raw.
+engine uses all cores, or all that the container's CPU limit allows, payloads are stored raw.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import structlog
+from kvsidecar.process.cpus import unused_cpu_seconds, usable_cpus
 
 from cache_daemon.durable import payload_codec
 from cache_daemon.durable.durable_tier import PAGE_BYTES, Put
@@ -31,8 +32,8 @@ MIN_CALIBRATION_BYTES = 16 << 20
 _SAMPLE_BYTES = 8 << 20
 _THREADS = 2
 _TRIALS = 3
-# Idle cores that compression needs; half a core on a machine with one.
-_SPARE_CORES = min(1.0, (os.cpu_count() or 1) / 2)
+# Idle cores that compression needs; half a core where this process may use only one.
+_SPARE_CORES = min(1.0, usable_cpus() / 2)
 
 
 @dataclass(frozen=True)
@@ -159,17 +160,22 @@ _IDLE, _WAITING = 4, 5  # fields of proc_stat(5): idle, and idle while the disk 
 
 @dataclass(frozen=True)
 class CpuSample:
-    """Wall clock, idle time of all cores, and CPU time of this process; in seconds."""
+    """Wall clock, unused CPU time, and CPU time of this process; in seconds.
+
+    ``unused`` has the idle time of all cores and, for each control group with a CPU limit, the time that it could still
+    have used.
+    """
 
     at: float
-    idle: float
+    unused: tuple[float, ...]
     own: float
 
 
 def cpu_sample() -> CpuSample:
     """Sample /proc/stat. Raises OSError, IndexError or ValueError if the kernel does not have that file."""
-    fields = _STAT.read_text().split("\n", 1)[0].split()
-    return CpuSample(time.monotonic(), (int(fields[_IDLE]) + int(fields[_WAITING])) / _TICKS, time.process_time())
+    fields, now = _STAT.read_text().split("\n", 1)[0].split(), time.monotonic()
+    idle = (int(fields[_IDLE]) + int(fields[_WAITING])) / _TICKS
+    return CpuSample(now, (idle, *unused_cpu_seconds(now)), time.process_time())
 
 
 class IdleCoreCounter:
@@ -181,7 +187,7 @@ class IdleCoreCounter:
         self._spare = 0.0
 
     def count(self) -> float:
-        """Return the number of cores that are idle or used by this process.
+        """Return the number of cores that are idle, within the CPU limits of this process, or used by this process.
 
         Returns the number of all cores where the kernel reports no idle times. Takes up to 50 ms after more than a
         second without a call.
@@ -199,5 +205,6 @@ class IdleCoreCounter:
         elif current.at - last.at < _MIN_INTERVAL_SECONDS:
             return self._spare
         self._last = current
-        self._spare = (current.idle - last.idle + current.own - last.own) / (current.at - last.at)
+        unused = min(after - before for before, after in zip(last.unused, current.unused, strict=False))
+        self._spare = (unused + current.own - last.own) / (current.at - last.at)
         return self._spare

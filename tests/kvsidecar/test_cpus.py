@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kvkernels.cpu.thread_pool import openmp
 from kvsidecar.process import control_groups
-from kvsidecar.process.cpus import limit_openmp_spinning, usable_cpus
+from kvsidecar.process.cpus import limit_openmp_spinning, unused_cpu_seconds, usable_cpus
 
 _SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -54,6 +54,29 @@ def test_the_tightest_cpu_limit_counts(
     monkeypatch.setattr(control_groups, "_STATUS", status)
     assert usable_cpus(16) == cpus
     assert usable_cpus() == min(cpus, len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limited_group_knows_what_it_has_not_used(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod has no limit; the container may use 4 CPUs, and has used 30 s."""
+    folder = (tmp_path if version == 2 else tmp_path / "cpu") / "pod" / "container"
+    folder.mkdir(parents=True)
+    if version == 2:
+        (folder / "cpu.max").write_text("400000 100000\n")
+        (folder / "cpu.stat").write_text("usage_usec 30000000\nuser_usec 20000000\n")
+        (folder.parent / "cpu.max").write_text("max 100000\n")
+        (folder.parent / "cpu.stat").write_text("usage_usec 99000000\n")
+    else:
+        (folder / "cpu.cfs_quota_us").write_text("400000\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+        (folder / "cpuacct.usage").write_text("30000000000\n")
+    status = tmp_path / "status"
+    status.write_text("0::/pod/container\n" if version == 2 else "4:cpu,cpuacct:/pod/container\n0::/\n")
+    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "_STATUS", status)
+    assert unused_cpu_seconds(100.0) == [370.0]
 
 
 def test_without_control_groups_the_affinity_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

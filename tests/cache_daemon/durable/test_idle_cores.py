@@ -12,15 +12,19 @@ from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 
 class Clock:
-    """A simulated machine: the test sets how idle its cores are, and it sums the seconds of all waits."""
+    """A simulated machine: the test sets how idle its cores are, and it sums the seconds of all waits.
+
+    ``left`` is the number of CPUs that this process's control group leaves unused.
+    """
 
     def __init__(self) -> None:
-        self.at = self.idle_seconds = self.own_seconds = self.waited = 0.0
-        self.idle, self.own = 2.0, 0.0
+        self.at = self.idle_seconds = self.left_seconds = self.own_seconds = self.waited = 0.0
+        self.idle, self.left, self.own = 2.0, 100.0, 0.0
 
     def passes(self, seconds: float) -> None:
         self.at += seconds
         self.idle_seconds += self.idle * seconds
+        self.left_seconds += self.left * seconds
         self.own_seconds += self.own * seconds
 
     def wait(self, seconds: float) -> None:
@@ -28,7 +32,7 @@ class Clock:
         self.passes(seconds)
 
     def look(self) -> CpuSample:
-        return CpuSample(self.at, self.idle_seconds, self.own_seconds)
+        return CpuSample(self.at, (self.idle_seconds, self.left_seconds), self.own_seconds)
 
 
 @pytest.fixture
@@ -60,6 +64,19 @@ def test_what_this_process_uses_itself_is_not_another_s(clock: Clock, cores: Idl
     clock.idle, clock.own = 0.25, 1.5
     clock.passes(0.2)
     assert cores.count() == pytest.approx(1.75)
+
+
+def test_a_container_leaves_no_more_than_its_limit(clock: Clock, cores: IdleCoreCounter) -> None:
+    cores.count()
+    clock.idle, clock.left, clock.own = 60, 0.5, 1
+    clock.passes(0.2)
+    assert cores.count() == pytest.approx(1.5)
+
+
+def test_a_sample_has_the_groups_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression_policy, "unused_cpu_seconds", lambda now: [now + 5])
+    sample = compression_policy.cpu_sample()
+    assert sample.unused[1:] == (sample.at + 5,)
 
 
 def test_too_short_a_time_says_what_was_said(clock: Clock, cores: IdleCoreCounter) -> None:

@@ -6,6 +6,7 @@ Does not import torch: GNU's OpenMP reads its settings once, when torch loads it
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from kvsidecar.process.control_groups import control_groups, lines_of
 
@@ -26,14 +27,36 @@ def usable_cpus(affinity: int = 0) -> int:
     return max(1, min([affinity, *(int(limit + 0.5) for limit in _cpu_limits())]))
 
 
+def unused_cpu_seconds(now: float) -> list[float]:
+    """Return how many more CPU seconds each control group with a CPU limit could have used by the time ``now``.
+
+    The clock's zero is arbitrary, so only differences between two calls have a meaning: the growth per second is the
+    number of CPUs that the group leaves unused.
+    """
+    found = []
+    for folder, version, limit in _limited_groups():
+        if version == 2:
+            words = [line.split() for line in lines_of(folder / "cpu.stat")]
+            used = [int(word[1]) / 1e6 for word in words if word[0] == "usage_usec"]
+        else:
+            used = [int(line) / 1e9 for line in lines_of(folder / "cpuacct.usage")]
+        found += [limit * now - seconds for seconds in used]
+    return found
+
+
 def _cpu_limits() -> list[float]:
     """Return the CPU limits of this process's control groups."""
+    return [limit for _, _, limit in _limited_groups()]
+
+
+def _limited_groups() -> list[tuple[Path, int, float]]:
+    """Return the folder, the cgroup version and the limit in CPUs of this process's control groups that have one."""
     found = []
     for folder, version in control_groups("cpu"):
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         words = [word for name in files for line in lines_of(folder / name) for word in line.split()]
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):  # else "max" or -1: no limit
-            found.append(int(words[0]) / int(words[1]))
+            found.append((folder, version, int(words[0]) / int(words[1])))
     return found
 
 
