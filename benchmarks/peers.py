@@ -31,6 +31,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -74,6 +75,8 @@ AGAINST = {
 }
 SYSTEMS = (*_OURS, *_OURS_FILES, "transformers", *_LLAMA, *_OPENVINO, "vllm", "vllm_kvsidecar")
 _SPARE_TOKENS = 16
+# Before a system's turn: OpenMP's threads of the system before it may spin for 0.2 s on the cores.
+_PAUSE_SECONDS = 0.5
 METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
 _FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of one system; the others still run
 
@@ -194,8 +197,14 @@ Times = dict[str, list[float]]  # by metric; one time for each document
 class Comparison:
     """Measures the running systems in turns. A system that fails is dropped, and ``missing`` has the reason."""
 
-    def __init__(self, arms: dict[str, EngineArm], missing: dict[str, str], options: argparse.Namespace) -> None:
-        self._arms, self._missing, self._options = arms, missing, options
+    def __init__(
+        self,
+        arms: dict[str, EngineArm],
+        missing: dict[str, str],
+        options: argparse.Namespace,
+        pause: float = _PAUSE_SECONDS,
+    ) -> None:
+        self._arms, self._missing, self._options, self._pause = arms, missing, options, pause
 
     def measure(self, context: int, documents: list[Document], step: Callable[[str], None]) -> list[dict[str, Any]]:
         """Measure all systems with documents of one length; return their rows."""
@@ -247,6 +256,7 @@ class Comparison:
             names = list(self._arms)
 
             def of_document(name: str, arm: EngineArm, document: Document = document) -> None:
+                time.sleep(self._pause)
                 work(name, arm, document)
                 step(name)
 

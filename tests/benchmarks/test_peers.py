@@ -135,7 +135,7 @@ def test_a_system_that_fails_is_dropped_and_the_rest_measured() -> None:
     options = argparse.Namespace(answer_tokens=4, batches=[2])
     arms = {"ours": arm("ours", 1000), "vllm": arm("vllm", 1000), "openvino": arm("openvino", 6)}
     documents = [peers.Document.draw(TokenSource(1), 64, [2]) for _ in range(3)]
-    rows = peers.Comparison(arms, missing, options).measure(64, documents, turns.append)
+    rows = peers.Comparison(arms, missing, options, pause=0).measure(64, documents, turns.append)
     assert missing == {"openvino": "openvino ended"}
     assert {row["system"]: row.get("against") for row in rows} == {"ours": None, "vllm": "ours"}
     assert rows[1]["decode_2_ms"] == 2
