@@ -166,7 +166,7 @@ class Bench:
         if not folder.exists():
             export_openvino(place, self._model, folder, width)
         options: dict[str, Any] = {"model": str(folder), "dtype": self._dtype, "threads": self._threads}
-        options |= {"tokens": self._tokens, "sequences": max(self._batch, 1)}
+        options |= {"tokens": self._tokens, "sequences": self._batch}
         return Engine(place, "openvino", self._scratch, options)
 
 

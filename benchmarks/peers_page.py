@@ -33,8 +33,9 @@ _ABOUT = {
     "peers": (
         "Five engines, the same prompts",
         "Each system reads new documents, answers a question about each, and answers another one after SIGKILL and a "
-        "new process. A system without persistence computes the document again. Answers that are decoded together are "
-        "to different questions about one document. `ours` is our worker with 16-bit weights, `ours_w8` and `ours_w4` "
+        "new process. A system without persistence computes the document again; transformers gets an empty cache "
+        "instead of a restart. Answers that are decoded together are to different questions about one document. "
+        "`ours` is our worker with 16-bit weights, `ours_w8` and `ours_w4` "
         "with 8 and 4 bits, and `ours_q8_0`, `ours_q4_0` and `ours_q4_k_m` with the codes of the GGUF file that "
         "llama.cpp gets. `vllm_kvsidecar` is vLLM with our connector. In runs since 2026-11-28 the systems take turns "
         "within each document, and a second table has the median and the spread (half the interquartile range) of "

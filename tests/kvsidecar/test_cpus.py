@@ -15,6 +15,17 @@ from kvsidecar.process.cpus import limit_openmp_spinning, unused_cpu_seconds, us
 _SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
+def container(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make this process one of the control group ``pod/container``; return the group's folder, which is empty."""
+    folder = (tmp_path if version == 2 else tmp_path / "cpu") / "pod" / "container"
+    folder.mkdir(parents=True)
+    status = tmp_path / "status"
+    status.write_text("0::/pod/container\n" if version == 2 else "4:cpu,cpuacct:/pod/container\n0::/\n")
+    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "_STATUS", status)
+    return folder
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("inner", "outer", "cpus"),
@@ -39,8 +50,7 @@ def test_the_tightest_cpu_limit_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test writes control groups of both versions, as the kernel shows them."""
-    folder = (tmp_path if version == 2 else tmp_path / "cpu") / "pod" / "container"
-    folder.mkdir(parents=True)
+    folder = container(version, tmp_path, monkeypatch)
     for group, limit in ((folder, inner), (folder.parent, outer)):
         quota, period = limit or (None, 100000)
         if version == 2:
@@ -48,10 +58,6 @@ def test_the_tightest_cpu_limit_counts(
         else:
             (group / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
             (group / "cpu.cfs_period_us").write_text(f"{period}\n")
-    status = tmp_path / "status"
-    status.write_text("0::/pod/container\n" if version == 2 else "4:cpu,cpuacct:/pod/container\n0::/\n")
-    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path)
-    monkeypatch.setattr(control_groups, "_STATUS", status)
     assert usable_cpus(16) == cpus
     assert usable_cpus() == min(cpus, len(os.sched_getaffinity(0)))
 
@@ -61,8 +67,7 @@ def test_a_limited_group_knows_what_it_has_not_used(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pod has no limit; the container may use 4 CPUs, and has used 30 s."""
-    folder = (tmp_path if version == 2 else tmp_path / "cpu") / "pod" / "container"
-    folder.mkdir(parents=True)
+    folder = container(version, tmp_path, monkeypatch)
     if version == 2:
         (folder / "cpu.max").write_text("400000 100000\n")
         (folder / "cpu.stat").write_text("usage_usec 30000000\nuser_usec 20000000\n")
@@ -72,10 +77,6 @@ def test_a_limited_group_knows_what_it_has_not_used(
         (folder / "cpu.cfs_quota_us").write_text("400000\n")
         (folder / "cpu.cfs_period_us").write_text("100000\n")
         (folder / "cpuacct.usage").write_text("30000000000\n")
-    status = tmp_path / "status"
-    status.write_text("0::/pod/container\n" if version == 2 else "4:cpu,cpuacct:/pod/container\n0::/\n")
-    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path)
-    monkeypatch.setattr(control_groups, "_STATUS", status)
     assert unused_cpu_seconds(100.0) == [370.0]
 
 

@@ -24,7 +24,7 @@ def usable_cpus(affinity: int = 0) -> int:
     """
     if not affinity:
         affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([affinity, *(int(limit + 0.5) for limit in _cpu_limits())]))
+    return max(1, min([affinity, *(int(limit + 0.5) for _, _, limit in _limited_groups())]))
 
 
 def unused_cpu_seconds(now: float) -> list[float]:
@@ -42,11 +42,6 @@ def unused_cpu_seconds(now: float) -> list[float]:
             used = [int(line) / 1e9 for line in lines_of(folder / "cpuacct.usage")]
         found += [limit * now - seconds for seconds in used]
     return found
-
-
-def _cpu_limits() -> list[float]:
-    """Return the CPU limits of this process's control groups."""
-    return [limit for _, _, limit in _limited_groups()]
 
 
 def _limited_groups() -> list[tuple[Path, int, float]]:
