@@ -96,22 +96,23 @@ Floats exponential(Floats x) {
   constexpr float SHIFT = 12582912.f;  // as in exp2
   constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                                5.0000001201e-1f};
-  const Floats shifted = x * 1.4426950408889634f + SHIFT, whole = shifted - SHIFT;
-  const Floats part = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+  const Floats shifted = fma(x, splat(1.4426950408889634f), splat(SHIFT)), whole = shifted - SHIFT;
+  const Floats part = fma(whole, splat(2.12194440e-4f), fma(whole, splat(-0.693359375f), x));
   Floats power = splat(1.9875691500e-4f);
-  for (float factor : FACTORS) power = power * part + factor;
-  return (power * part * part + part + 1.f) * (Floats)(((Words)shifted + 127) << 23);
+  for (float factor : FACTORS) power = fma(power, part, splat(factor));
+  return (fma(power * part, part, part) + 1.f) * (Floats)(((Words)shifted + 127) << 23);
 }
 
 template <class T> void gate(const SiluJob& job, int64_t row, int64_t from, int64_t end) {
   const int64_t width = job.width;
   const T *gates = (const T*)job.gate_up + row * 2 * width, *ups = gates + width;
-  for (int64_t c = from; c < end; c += LANES) {
-    const Floats g = widened(gates + c, width - c);
-    const Floats near = larger(splat(-87.f), smaller(splat(87.f), -g));
-    const Floats active = as_precise<T>(g / (1.f + exponential(near)));
-    narrow((T*)job.out + row * width + c, active * widened(ups + c, width - c), width - c);
-  }
+  T* out = (T*)job.out + row * width;
+  each_vector(end - from, KVK_EACH {
+    const int64_t c = from + d;
+    const Floats g = widened(gates + c, n), near = larger(splat(-87.f), smaller(splat(87.f), -g));
+    const Floats active = as_coarsely_precise<T>(g / (1.f + exponential(near)));
+    narrow_coarsely(out + c, active * widened(ups + c, n), n);
+  });
 }
 
 }  // namespace

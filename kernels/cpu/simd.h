@@ -204,6 +204,14 @@ template <class T> KVK_INLINE void narrow_coarsely(T* to, Floats x) {
 // Rounds to the precision of T.
 template <class T> KVK_INLINE Floats as_precise(Floats x) { return sizeof(T) == sizeof(bf16) ? upper(rounded(x)) : x; }
 
+// As as_precise(), with the rounding of narrow_coarsely().
+template <class T> KVK_INLINE Floats as_coarsely_precise(Floats x) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == sizeof(bf16)) return lower(extended((Halves)_mm512_cvtneps_pbh((__m512)x)));
+#endif
+  return as_precise<T>(x);
+}
+
 // ---- ends of rows: up to LANES of `count` elements ------------------------------------------------------------------
 
 template <class T> KVK_INLINE Floats widened(const T* from, int64_t count) {
@@ -226,6 +234,13 @@ template <class T> KVK_INLINE void narrow(T* to, Floats x, int64_t count) {
   if (count >= LANES) return narrow(to, x);
   T elements[LANES];
   narrow(elements, x);
+  memcpy(to, elements, count * sizeof(T));
+}
+
+template <class T> KVK_INLINE void narrow_coarsely(T* to, Floats x, int64_t count) {
+  if (count >= LANES) return narrow_coarsely(to, x);
+  T elements[LANES];
+  narrow_coarsely(elements, x);
   memcpy(to, elements, count * sizeof(T));
 }
 
