@@ -1,9 +1,10 @@
 """CPU kernels against torch's and against the machine's memory bandwidth and arithmetic.
 
 The bound is the longer of two times: the time to read the data at the bandwidth of a large read, and the time of the
-arithmetic at the rate of a large product in the same dtype. Both rates are measured in the same minute. The dtype is
-the one in which the worker runs a 16-bit model: bfloat16, or float32 on CPUs without bfloat16. Each call uses the next
-of several layers, which together are larger than any CPU cache.
+arithmetic at the rate of a large product in the same dtype. Both rates are measured before and after each row, because
+the memory of a shared machine changes its speed within seconds. The dtype is the one in which the worker runs a 16-bit
+model: bfloat16, or float32 on CPUs without bfloat16. Each call uses the next of several layers, which together are
+larger than any CPU cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.decode import bound_seconds, peak_arithmetic, read_bandwidth
+from benchmarks.decode import MachineRates, bound_seconds
 from inference_svc.kv_pool.zeroed_tensors import zeros
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
@@ -60,12 +61,13 @@ def _weight(outputs: int, inputs: int) -> Tensor:
 class KernelComparison:
     """Measures our kernels against references, and keeps a result row for each.
 
-    ``bandwidth`` (bytes/s) and ``products`` (operations/s in ``dtype``) are the measured limits of the device.
+    A row's bound is at the rates of memory and of products in ``dtype`` that are measured before and after the row.
     """
 
-    def __init__(self, repeats: int, dtype: torch.dtype, bandwidth: float, products: float) -> None:
+    def __init__(self, repeats: int, dtype: torch.dtype) -> None:
         self.repeats, self.dtype, self.rows = repeats, dtype, list[dict[str, Any]]()
-        self.bandwidth, self.products = bandwidth, products
+        self._machine = MachineRates(torch.device("cpu"), dtype)
+        self._bandwidths, self._products = list[float](), list[float]()
 
     def add(
         self,
@@ -80,9 +82,14 @@ class KernelComparison:
         """Run both, compare the results, and add a row. ``bytes_moved`` and ``operations`` give the bound."""
         got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-        ours_times, reference_times = (times_us(way, self.repeats) for way in (ours, theirs))
+        before = self._machine.bandwidth(), self._machine.arithmetic()
+        ours_times = times_us(ours, self.repeats)
+        bandwidth, products = (before[0] + self._machine.bandwidth()) / 2, (before[1] + self._machine.arithmetic()) / 2
+        reference_times = times_us(theirs, self.repeats)
         ours_us, reference_us = report.median(ours_times), report.median(reference_times)
-        bound = bound_seconds(bytes_moved, operations, self.bandwidth, self.products) * 1e6
+        self._bandwidths.append(bandwidth)
+        self._products.append(products)
+        bound = bound_seconds(bytes_moved, operations, bandwidth, products) * 1e6
         self.rows.append(
             {
                 "op": op,
@@ -98,10 +105,10 @@ class KernelComparison:
         )
 
     def summary(self) -> dict[str, float]:
-        """Return the device's measured limits and the largest error of all rows."""
+        """Return the machine's median rates and the largest error of all rows."""
         return {
-            "read_gb_per_s": round(self.bandwidth / 1e9, 1),
-            "product_tflops": round(self.products / 1e12, 3),
+            "read_gb_per_s": round(report.median(self._bandwidths) / 1e9, 1),
+            "product_tflops": round(report.median(self._products) / 1e12, 3),
             "max_rel_error": max(row["max_rel_error"] for row in self.rows),
         }
 
@@ -301,13 +308,13 @@ def moving(out: KernelComparison) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    dtype, cpu = torch.bfloat16 if native_bfloat16() else torch.float32, torch.device("cpu")
+    dtype = torch.bfloat16 if native_bfloat16() else torch.float32
     if not serves(dtype, 64):
         report.console.print("Our kernels cannot be used on this CPU.")
         return report.write(options, "cpu_kernels", [], {"measured": False})
     models, weights, repeats = (["0.5b"], WEIGHTS[:2], 3) if options.quick else ([*MODELS], WEIGHTS, 20)
     with torch.inference_mode():
-        out = KernelComparison(repeats, dtype, read_bandwidth(cpu), peak_arithmetic(cpu, dtype))
+        out = KernelComparison(repeats, dtype)
         attention(out, models)
         products(out, weights)
         moving(out)

@@ -82,9 +82,9 @@ def test_a_figure_is_a_median_with_its_spread_and_how_many_there_were() -> None:
 def test_a_bound_is_the_longer_of_reading_and_arithmetic() -> None:
     assert decode.bound_seconds(10, 1, bandwidth=10, arithmetic=10) == 1
     assert decode.bound_seconds(1, 10, bandwidth=10, arithmetic=10) == 1
-    cpu = torch.device("cpu")
-    assert decode.read_bandwidth(cpu) > 1e8
-    assert decode.peak_arithmetic(cpu, torch.float32) > 1e8
+    machine = decode.MachineRates(torch.device("cpu"), torch.float32)
+    assert machine.bandwidth() > 1e8
+    assert machine.arithmetic() > 1e8
 
 
 def test_the_chaos_of_a_gateway_says_what_was_not_kept() -> None:
