@@ -317,7 +317,8 @@ class EngineCore:
             sequence.kv.advance(len(piece.tokens) - piece.num_drafted)
             sequence.speculation.num_draft_tokens += piece.num_draft_tokens
             self.window_releaser.release(sequence)
-        self._sampler.run([one for one in slices if one[1].wants_logits], logits)
+        sampled = [one for one in slices if one[1].wants_logits]
+        self._sampler.run(sampled, logits, self._decoder.likeliest(logits))
         seconds = time.perf_counter() - began
         self.prefill_budget.learn_step([piece for _, piece in slices], seconds)
         if all(piece.wants_logits and len(piece.tokens) == 1 + piece.num_drafted for _, piece in slices):

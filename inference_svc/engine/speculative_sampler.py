@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inference_svc.engine.request_lifecycle import append_token
 from inference_svc.model_runner.forward_batch import SequenceSlice
-from inference_svc.sampling.sampler import SampleResult, sample
+from inference_svc.sampling.sampler import Likeliest, SampleResult, sample
 from inference_svc.sequence.sequence import Sequence, SequenceState
 from inference_svc.spec_decode.branch_tables import BranchTables
 from inference_svc.spec_decode.speculator import Speculator
@@ -35,7 +35,9 @@ class SpeculativeSampler:
         self._speculator, self._branch_tables, self._max_tokens = speculator, branch_tables, max_tokens
         self._finish, self._fail = finish, fail
 
-    def run(self, slices: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
+    def run(
+        self, slices: list[tuple[Sequence, SequenceSlice]], logits: Tensor, likeliest: Likeliest | None = None
+    ) -> None:
         """Samples tokens of each sequence until a sampled token equals no draft token.
 
         Each token is sampled from the same distribution and with the same random number as without drafts.
@@ -48,19 +50,25 @@ class SpeculativeSampler:
             for i, (sequence, _) in enumerate(slices):
                 self._speculator.record_result(sequence, verifier.result(i), sequence.tokens[known[i] :])
         else:
-            self.sample([sequence for sequence, _ in slices], logits, [()] * len(slices))
+            self.sample([sequence for sequence, _ in slices], logits, [()] * len(slices), likeliest)
         for sequence, _ in slices:
             if sequence.state is not SequenceState.RUNNING:
                 self._speculator.forget(sequence)
 
-    def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
+    def sample(
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        drafts: list[Collection[int]],
+        likeliest: Likeliest | None = None,
+    ) -> list[bool]:
         """Samples a token per row of ``logits``. True for each sequence whose draft token was accepted.
 
         If sampling raises for several sequences together, each is sampled alone, so that an error fails only the
         sequence that causes it.
         """
         try:
-            results = sample(logits, [s.sampling for s in sequences])
+            results = sample(logits, [s.sampling for s in sequences], likeliest)
         except Exception as error:
             if len(sequences) == 1:
                 self._fail(sequences[0], error)

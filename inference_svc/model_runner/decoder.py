@@ -19,6 +19,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter, place_adapter
 from inference_svc.model_runner import fused_layers
 from inference_svc.model_runner.attention import ProjectionDone
 from inference_svc.model_runner.attention import register as register_attention
+from inference_svc.model_runner.cpu_graph import ModelEnds, StepLogits
 from inference_svc.model_runner.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from inference_svc.model_runner.lora_batch import LoraHooks
 from inference_svc.models import fused_layer_weights
@@ -29,6 +30,7 @@ from inference_svc.models.linear.plain_linear import in_float32
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.weight_arena import move_to_arena
+from inference_svc.sampling.sampler import Likeliest
 
 
 class Decoder:
@@ -82,6 +84,9 @@ class Decoder:
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
         self._dtype, self._device = loaded.dtype, loaded.device
         self._hooks: LoraHooks | None = None
+        self._step: StepLogits | None = None
+        if self._fused is not None and self._softcap is None:
+            self._fused.attach_ends(ModelEnds(self._embed, self._head), self._dtype)
 
     @property
     def layers(self) -> int:
@@ -111,9 +116,17 @@ class Decoder:
             self._hooks = self._hooks or LoraHooks(self._layers)
             self._hooks.install(adapter.pairs)
 
+    @torch.inference_mode()
     def compute(self, slices: list[SequenceSlice], pool: KVPool) -> Tensor:
-        """Computes the logits ``[wanted, vocabulary]`` of a step."""
-        return self(build_batch(slices, pool, self._device))
+        """Computes the logits ``[wanted, vocabulary]`` of a step, valid until the next step."""
+        batch = build_batch(slices, pool, self._device)
+        self._step = None if self._fused is None else self._fused.decode(batch)
+        return self(batch) if self._step is None else self._step.logits
+
+    def likeliest(self, logits: Tensor) -> Likeliest | None:
+        """Returns the likeliest token of each row, if ``compute`` returned these ``logits`` and knows it."""
+        step = self._step
+        return None if step is None or step.logits is not logits else (step.tokens, step.peaks)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:

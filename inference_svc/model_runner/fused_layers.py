@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention, cpu_graph
-from inference_svc.model_runner.cpu_graph import CpuGraph
+from inference_svc.model_runner.cpu_graph import CpuGraph, ModelEnds, StepLogits
 from inference_svc.model_runner.device_layer_pass import DeviceLayerPass
 from inference_svc.model_runner.forward_batch import ForwardBatch, keep_logit_rows
 from inference_svc.model_runner.layer_pass import LayerPass
@@ -132,6 +132,24 @@ class FusedLayers:
         self._final_epsilon = float(model.model.norm.variance_epsilon)
         # CPU graphs by pool and capacity. Only the thread of the pool runs them.
         self._chains: WeakKeyDictionary[KVPool, dict[int, CpuGraph | None]] = WeakKeyDictionary()
+        self._ends: ModelEnds | None = None
+        self._like = torch.empty(1, int(config.hidden_size))
+
+    def attach_ends(self, ends: ModelEnds, dtype: torch.dtype) -> None:
+        """Lets CPU graphs compute from tokens to logits. ``dtype`` is the hidden states'."""
+        self._ends, self._like = ends, self._like.to(dtype)
+
+    def decode(self, batch: ForwardBatch) -> StepLogits | None:
+        """Computes a batch whose rows all need logits with a CPU graph; None if no graph can.
+
+        The logits are valid until the next forward.
+        """
+        if self._kernels is not None or self._ends is None or batch.wanted != batch.real or batch.observer is not None:
+            return None
+        if not cpu_graph.can_capture(batch, self.widths.heads):
+            return None
+        chain = self._chain(self._like, batch)
+        return chain.decode(batch, self.rope_table) if chain is not None and chain.has_head else None
 
     def run(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor | None:
         """Computes layers ``first`` to ``end`` over ``hidden [rows, hidden]``, in place.
@@ -151,7 +169,7 @@ class FusedLayers:
             and cpu_graph.can_capture(batch, self.widths.heads)
             and (chain := self._chain(hidden, batch)) is not None
         ):
-            states = chain.run(hidden, batch, self.rope_table.at(batch.positions, hidden))
+            states = chain.run(hidden, batch, self.rope_table)
             return states.index_select(0, batch.logit_rows) if batch.wanted else None
         last, work = len(self._layers) - 1, self._pass(hidden, batch)
         # On a device, the choice of the last layer's rows would wait for the device.
@@ -237,7 +255,7 @@ class FusedLayers:
         normed = work.norm(delta, layer.input_norm, layer.epsilon)
         work.rotate(i, layer, work.product(i, "qkv", layer.qkv, normed))
 
-    def _chain(self, hidden: Tensor, batch: ForwardBatch) -> CpuGraph | None:
+    def _chain(self, like: Tensor, batch: ForwardBatch) -> CpuGraph | None:
         """Returns the CPU graph for a batch, captured at first use; None if a product cannot be captured."""
         if self._source is not RESIDENT:
             return None
@@ -245,7 +263,9 @@ class FusedLayers:
         graphs = self._chains.setdefault(batch.pool, {})
         if capacity not in graphs:
             try:
-                graphs[capacity] = CpuGraph(self._layers, self.widths, self.last_norm, batch.pool, capacity, hidden)
+                graphs[capacity] = CpuGraph(
+                    self._layers, self.widths, self.last_norm, batch.pool, capacity, like, self._ends
+                )
             except cpu_graph.NotCapturable:
                 graphs[capacity] = None
         return graphs[capacity]

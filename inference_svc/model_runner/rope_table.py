@@ -30,10 +30,19 @@ class RopeTable:
 
         The rotary module computes in the data type of ``like [rows, hidden]``.
         """
+        self._compute_up_to(positions, like)
+        return self._cos[positions], self._sin[positions]
+
+    def write(self, positions: Tensor, like: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """As ``at``, into the first rows of ``out``, two tensors ``[>= rows, dim]``."""
+        self._compute_up_to(positions, like)
+        for table, angles in zip((self._cos, self._sin), out, strict=True):
+            torch.index_select(table, 0, positions, out=angles[: len(positions)])
+
+    def _compute_up_to(self, positions: Tensor, like: Tensor) -> None:
         longest = int(positions.max()) + 1
         while self._num_computed < longest:
             self._compute_part(like)
-        return self._cos[positions], self._sin[positions]
 
     def _compute_part(self, like: Tensor) -> None:
         first, end = self._num_computed, self._num_computed + _PART

@@ -111,6 +111,25 @@ struct SiluJob {
   void* out;            // [rows, width]
 };
 
+// ---- head_rows.cpp --------------------------------------------------------------------------------------------------
+
+struct WidenJob {
+  int64_t next_item, rows, width;
+  const bf16* from;  // [rows, width]
+  float* to;         // likewise
+};
+
+struct LikeliestJob {
+  int64_t next_item, rows, width;
+  int64_t pieces;            // work items per row
+  const float* logits;       // [rows, width]
+  int64_t* finished_pieces;  // [rows]; zeros before and after
+  float* piece_logits;       // [rows, pieces]
+  int64_t* piece_tokens;     // likewise
+  float* logit;              // [rows]: the largest
+  int64_t* token;            // [rows]: its first token
+};
+
 // ---- paged_copy.cpp -------------------------------------------------------------------------------------------------
 
 struct PagedCopyJob {
@@ -228,6 +247,8 @@ KVK_KERNEL(paged_scatter, kvk::PagedCopyJob)
 KVK_KERNEL(rms_norm, kvk::RmsNormJob)
 KVK_KERNEL(rope, kvk::RopeJob)
 KVK_KERNEL(silu_and_mul, kvk::SiluJob)
+KVK_KERNEL(widen_rows, kvk::WidenJob)
+KVK_KERNEL(likeliest, kvk::LikeliestJob)
 KVK_KERNEL(bf16_gemv, kvk::Bf16GemvJob)
 KVK_KERNEL(f32_gemm, kvk::F32GemmJob)
 KVK_KERNEL(code_recovery, kvk::CodeRecoveryJob)

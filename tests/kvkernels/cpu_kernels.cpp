@@ -301,6 +301,26 @@ template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, i
     }
 }
 
+// ---- head_rows --------------------------------------------------------------------------------------------------------
+
+static void check_head_rows(int64_t width, int64_t pieces, int64_t largest) {
+  const int64_t count = 3;
+  Buffer<bf16> narrow(count * width);
+  Buffer<float> logits(count * width), piece_logits(count * pieces), logit(count);
+  Buffer<int64_t> finished(count), piece_tokens(count * pieces), token(count);
+  fill(narrow, count * width);
+  WidenJob widen = {0, count, width, narrow.at, logits.at};
+  kvk_widen_rows(&widen);
+  for (int64_t i = 0; i < count * width; i++) expect(logits[i], value(narrow[i]), 0, "widened", i);
+  for (int64_t row = 0; row < count; row++) logits[row * width + largest] = 99, finished[row] = 0;
+  logits[width + width - 1] = 99, logits[2 * width + width / 2] = NAN;  // a later equal one, and NaN
+  LikeliestJob job = {0, count, width, pieces, logits.at, finished.at, piece_logits.at, piece_tokens.at, logit.at, token.at};
+  kvk_likeliest(&job);
+  for (int64_t row = 0; row < 2; row++)
+    expect(logit[row], 99, 0, "largest", row), expect(token[row], largest, 0, "first largest", row);
+  expect(logit[2] != logit[2], 1, 0, "NaN", largest);
+}
+
 // ---- code_recovery --------------------------------------------------------------------------------------------------
 
 // Values of known codes: a scale of 2 ** -6 plus some eighths of it, a base of -1/8, or the base that decodes `zero` to 0.
@@ -354,6 +374,8 @@ int main(int arguments, char**) {
   for (int64_t parts = 1; parts < 8; parts++) check_bf16_gemv(parts);  // also parts that begin within a strip
   for (int64_t storage = STORED_FLOAT; storage <= STORED_CODED8; storage++)
     for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) check_f32_gemm(storage, 70, 160, rows);
+  for (int64_t width = 1; width < 700; width = width * 20 + 13)  // 1, 33 and 673
+    for (int64_t pieces = 1; pieces < 4; pieces++) check_head_rows(width, pieces, 0), check_head_rows(width, pieces, width * 2 / 3);
   check_cpu_graph();
   for (int64_t kind = SYMMETRIC; kind <= MAX_BASED; kind++) check_code_recovery(kind, 4, 40, 96), check_code_recovery(kind, 8, 40, 96);
   quantized<float>(4, 32, 96, 7), quantized<bf16>(4, 128, 256, 70), quantized<bf16>(8, 32, 96, 5), quantized<float>(8, 64, 192, 15);

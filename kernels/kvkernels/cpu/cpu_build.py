@@ -33,6 +33,7 @@ KERNELS = (
     "bf16_gemv.cpp",
     "quantized_gemm.cpp",
     "norm_rope_silu.cpp",
+    "head_rows.cpp",
 )
 _FLAGS = (
     "-std=c++17",

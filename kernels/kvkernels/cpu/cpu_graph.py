@@ -61,11 +61,11 @@ class KernelGraph:
                 node.rows, node.multiple = job + type(call.job).rows.offset, call.rounded
         self._job = _Job(first, len(calls), 0)
 
-    def run(self, rows: int, threads: int) -> None:
-        """Run all calls over ``rows`` rows on ``threads`` threads of torch's OpenMP team.
+    def run(self, rows: int, threads: int, count: int | None = None) -> None:
+        """Run the first ``count`` calls, or all, over ``rows`` rows on ``threads`` threads of torch's OpenMP team.
 
         Releases the GIL.
         """
-        self._job.rows = rows
+        self._job.rows, self._job.count = rows, len(self._calls) if count is None else count
         self._begin(ctypes.addressof(self._job))
         self._kernel.run_on_openmp_team(self._job, threads)

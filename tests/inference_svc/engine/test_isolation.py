@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvkernels.cpu import f32_gemm
 from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 
 from inference_svc.engine import speculative_sampler
@@ -16,7 +17,7 @@ from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.gateway.worker_retry import is_retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
-from inference_svc.sampling.sampler import SampleResult
+from inference_svc.sampling.sampler import Likeliest, SampleResult
 from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import NullKVConnector
@@ -127,13 +128,32 @@ def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
 ) -> None:
     real = speculative_sampler.sample
 
-    def short_of_memory(logits: torch.Tensor, samplers: list[SamplingState]) -> list[SampleResult]:
+    def short_of_memory(
+        logits: torch.Tensor, samplers: list[SamplingState], likeliest: Likeliest | None
+    ) -> list[SampleResult]:
         if len(samplers) > 1:
             raise torch.OutOfMemoryError("rows times the vocabulary")
-        return real(logits, samplers)
+        return real(logits, samplers, likeliest)
 
     monkeypatch.setattr(speculative_sampler, "sample", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
+
+
+@pytest.mark.skipif(f32_gemm.kernel() is None, reason="no variant of the kernels runs here")
+def test_steps_of_greedy_answers_take_the_tokens_that_the_kernels_found(
+    engine: Engine, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    real = speculative_sampler.sample
+
+    def watched(logits: torch.Tensor, samplers: list[SamplingState], likeliest: Likeliest | None) -> list[SampleResult]:
+        given.append(likeliest is not None)
+        return real(logits, samplers, likeliest)
+
+    monkeypatch.setattr(speculative_sampler, "sample", watched)
+    assert [r.tokens() for r in others(engine)] == want
+    assert any(given)
+    assert all(given[-3:]), "the last steps only decode"
 
 
 def test_its_error_is_internal_and_not_for_another_worker(engine: Engine) -> None:

@@ -188,6 +188,31 @@ def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
 
 
 @pytest.mark.skipif(f32_gemm.kernel() is None, reason="no variant of the kernels runs here")
+@pytest.mark.parametrize("dtype", ["float32", *(["bfloat16"] if BF16 else [])])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_step_from_tokens_to_logits_in_one_call_has_the_bits_of_a_forward(dtype: str, bits: int) -> None:
+    loaded = load("demo", dtype=dtype, weights=bits)
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, loaded.dtype, loaded.device)
+    decoder, rng = Decoder(loaded), random.Random(5)
+    tables = [_scattered(pool, 40) for _ in range(5)]
+    captured = 0
+    for at, counts in ((0, (1, 1, 1, 1, 1)), (1, (1,)), (1, (3, 2)), (4, (1, 1))):
+        spans = [
+            forward_batch.SequenceSlice([rng.randrange(500) for _ in range(n)], at, table, True)
+            for n, table in zip(counts, tables, strict=False)
+        ]
+        want = decoder(forward_batch.build_batch(spans, pool, loaded.device)).clone()
+        logits = decoder.compute(spans, pool)
+        assert torch.equal(logits, want)
+        known = decoder.likeliest(logits)
+        assert decoder.likeliest(logits.clone()) is None, "other logits"
+        if known is not None:
+            captured += 1
+            assert known == (want.numpy().argmax(-1).tolist(), want.amax(-1).tolist())
+    assert captured == 3, "steps whose rows all need logits"
+
+
+@pytest.mark.skipif(f32_gemm.kernel() is None, reason="no variant of the kernels runs here")
 def test_two_pools_have_a_pass_of_their_own_and_take_it_along() -> None:
     loaded, _, pool = build("LlamaForCausalLM", torch.float32)
     decoder = Decoder(loaded)

@@ -40,6 +40,9 @@ class Table:
     def compute(self, slices: list[SequenceSlice], pool: KVPool) -> Tensor:
         return self(build_batch(slices, pool, torch.device("cpu")))
 
+    def likeliest(self, logits: Tensor) -> None:
+        """As of a decoder whose kernels do not find it."""
+
     def __call__(self, batch: ForwardBatch) -> Tensor:
         self.rows, self.passes = self.rows + batch.real, self.passes + 1
         return self.logits[batch.tokens[batch.logit_rows[: batch.wanted]]]

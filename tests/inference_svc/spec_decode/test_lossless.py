@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inference_svc.engine.engine_core import EngineCore
 from inference_svc.engine.speculative_sampler import SpeculativeSampler
+from inference_svc.sampling.sampler import Likeliest
 from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, prompt, sequence, table
@@ -67,7 +68,13 @@ def test_usage_counts_what_was_guessed() -> None:
 class Leaning(SpeculativeSampler):
     """Sampler with a planted bias: draft tokens are a little likelier than they should be."""
 
-    def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
+    def sample(
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        drafts: list[Collection[int]],
+        likeliest: Likeliest | None = None,
+    ) -> list[bool]:
         logits = logits.clone()
         for line, guessed in zip(logits, drafts, strict=True):
             for guess in guessed:
@@ -78,7 +85,13 @@ class Leaning(SpeculativeSampler):
 class Repeating(SpeculativeSampler):
     """Sampler with another planted bias: in half of the cases, it accepts the draft token, whatever its probability."""
 
-    def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
+    def sample(
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        drafts: list[Collection[int]],
+        likeliest: Likeliest | None = None,
+    ) -> list[bool]:
         for i, (one, guessed) in enumerate(zip(sequences, drafts, strict=True)):
             if guessed and one.sampling.uniform(63) < 0.5:
                 logits = logits.clone()
