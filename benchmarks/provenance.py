@@ -64,7 +64,10 @@ def _git(*arguments: str) -> str | None:
 
 def _command() -> str:
     """Return the command line, without paths that exist only on this machine."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    spec, arguments = getattr(sys.modules.get("__main__"), "__spec__", None), sys.argv[1:]
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        del arguments[at : at + 2]
     if spec is None:
-        return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+        return shlex.join([Path(sys.argv[0]).name, *arguments])
+    return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *arguments])

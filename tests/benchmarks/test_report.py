@@ -31,6 +31,13 @@ def test_a_result_records_commit_dirt_date_load_and_command(tmp_path: Path) -> N
     assert found["command"]
 
 
+@pytest.mark.parametrize("given", [["--out", "/home/me/x.json", "--model", "demo"], ["--model", "demo"]])
+def test_the_recorded_command_names_no_file_of_this_machine(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/home/me/bench/decode.py", *given])
+    assert provenance._command().endswith(" --model demo")
+    assert "/home/me" not in provenance._command()
+
+
 def test_a_folder_for_the_result_is_refused_before_the_benchmark_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
