@@ -82,9 +82,7 @@ class KernelComparison:
         """Run both, compare the results, and add a row. ``bytes_moved`` and ``operations`` give the bound."""
         got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-        before = self._machine.bandwidth(), self._machine.arithmetic()
-        ours_times = times_us(ours, self.repeats)
-        bandwidth, products = (before[0] + self._machine.bandwidth()) / 2, (before[1] + self._machine.arithmetic()) / 2
+        ours_times, bandwidth, products = self._machine.beside(lambda: times_us(ours, self.repeats))
         reference_times = times_us(theirs, self.repeats)
         ours_us, reference_us = report.median(ours_times), report.median(reference_times)
         self._bandwidths.append(bandwidth)

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from kvkernels.cpu import large_pages
@@ -28,6 +29,7 @@ from benchmarks import report
 from benchmarks.node import Node
 from inference_svc.models.loader import quiet_transformers
 
+T = TypeVar("T")
 OURS = {16: "ours", 8: "ours, 8-bit weights", 4: "ours, 4-bit weights"}
 _READ_BYTES, _PRODUCT, _RATE_SECONDS = 256 << 20, 1024, 0.2
 
@@ -51,6 +53,13 @@ class MachineRates:
         """Measure the operations per second of products."""
         one, other = self._factors
         return self._rate(2 * _PRODUCT**3, lambda: one @ other)
+
+    def beside(self, work: Callable[[], T]) -> tuple[T, float, float]:
+        """Do ``work``; return its result and the mean bandwidth and arithmetic rate before and after it."""
+        before = self.bandwidth(), self.arithmetic()
+        result = work()
+        after = self.bandwidth(), self.arithmetic()
+        return result, (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
 
     def _rate(self, amount: float, work: Callable[[], object]) -> float:
         work()  # warm-up
@@ -159,13 +168,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 context = options.prompt_tokens + options.answer_tokens // 2
                 step_bytes = theirs.step_bytes + batch * context * theirs.kv_bytes_per_token
                 for bits, node in nodes.items():
-                    before = machine.bandwidth(), machine.arithmetic()
-                    rate = measure_ours(node, prompts, options.answer_tokens)
-                    times.setdefault((OURS[bits], batch), []).append(rate)
+                    measure = partial(measure_ours, node, prompts, options.answer_tokens)
                     if bits != 16:
+                        times.setdefault((OURS[bits], batch), []).append(measure())
                         continue
-                    bandwidth = (before[0] + machine.bandwidth()) / 2
-                    peak = (before[1] + machine.arithmetic()) / 2
+                    rate, bandwidth, peak = machine.beside(measure)
+                    times.setdefault((OURS[bits], batch), []).append(rate)
                     bandwidths.append(bandwidth)
                     peaks.append(peak)
                     bound = batch / bound_seconds(step_bytes, batch * theirs.operations_per_token, bandwidth, peak)

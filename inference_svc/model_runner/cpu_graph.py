@@ -29,6 +29,7 @@ from inference_svc.models.fused_layer_weights import FusedLayerWeights, LayerWid
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
+from inference_svc.sampling.sampler import Likeliest
 
 # Maximum rows of each graph. With more rows, the kernels' time exceeds Python's.
 CAPACITIES = (12, 32)
@@ -60,14 +61,10 @@ class ModelEnds:
 
 @dataclass(frozen=True)
 class StepLogits:
-    """Logits ``[rows, vocabulary]`` of a step, with each row's first likeliest token and its logit.
-
-    The logit is NaN if the row contains NaN.
-    """
+    """Logits ``[rows, vocabulary]`` of a step, with each row's likeliest token."""
 
     logits: Tensor
-    tokens: list[int]
-    peaks: list[float]
+    likeliest: Likeliest
 
 
 class CpuGraph:
@@ -171,7 +168,7 @@ class CpuGraph:
         else:
             to.copy_(embedding(batch.tokens[None])[0])
         self._run(batch, rope)
-        return StepLogits(self._logits[:count], self._tokens[:count].tolist(), self._peaks[:count].tolist())
+        return StepLogits(self._logits[:count], (self._tokens[:count].tolist(), self._peaks[:count].tolist()))
 
     def _run(self, batch: ForwardBatch, rope: RopeTable, calls: int | None = None) -> None:
         """Runs the first ``calls`` calls, or all, over the hidden states."""

@@ -126,7 +126,7 @@ class Decoder:
     def likeliest(self, logits: Tensor) -> Likeliest | None:
         """Returns the likeliest token of each row, if ``compute`` returned these ``logits`` and knows it."""
         step = self._step
-        return None if step is None or step.logits is not logits else (step.tokens, step.peaks)
+        return None if step is None or step.logits is not logits else step.likeliest
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:

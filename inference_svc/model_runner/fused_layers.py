@@ -144,9 +144,7 @@ class FusedLayers:
 
         The logits are valid until the next forward.
         """
-        if self._kernels is not None or self._ends is None or batch.wanted != batch.real or batch.observer is not None:
-            return None
-        if not cpu_graph.can_capture(batch, self.widths.heads):
+        if self._ends is None or batch.wanted != batch.real or batch.observer is not None:
             return None
         chain = self._chain(self._like, batch)
         return chain.decode(batch, self.rope_table) if chain is not None and chain.has_head else None
@@ -163,10 +161,9 @@ class FusedLayers:
 
         Returns None if no row needs logits. In the last layer, rows that need no logits compute only keys and values.
         """
-        if self._kernels is None and (
+        if (
             first == 0
             and (batch.wanted or batch.observer is not None)
-            and cpu_graph.can_capture(batch, self.widths.heads)
             and (chain := self._chain(hidden, batch)) is not None
         ):
             states = chain.run(hidden, batch, self.rope_table)
@@ -256,8 +253,10 @@ class FusedLayers:
         work.rotate(i, layer, work.product(i, "qkv", layer.qkv, normed))
 
     def _chain(self, like: Tensor, batch: ForwardBatch) -> CpuGraph | None:
-        """Returns the CPU graph for a batch, captured at first use; None if a product cannot be captured."""
-        if self._source is not RESIDENT:
+        """Returns the CPU graph for a batch, captured at first use; None if it cannot be captured."""
+        if self._kernels is not None or self._source is not RESIDENT:
+            return None
+        if not cpu_graph.can_capture(batch, self.widths.heads):
             return None
         capacity = next(most for most in cpu_graph.CAPACITIES if batch.real <= most)
         graphs = self._chains.setdefault(batch.pool, {})

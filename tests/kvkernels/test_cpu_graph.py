@@ -21,12 +21,12 @@ WIDTH, INNER, MAX_ROWS = 320, 640, 30
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every variant that this CPU can run."""
     chosen = cpu_library.LoadedLibrary(cpu_library.KernelLibrary(request.param), request.param)
-    for module in (cpu_graph, cpu_library, cpu_rows):
+    for module in (cpu_graph, cpu_library):
         monkeypatch.setattr(module, "loaded_library", lambda: chosen)
-    for made in (f32_gemm.kernel, quantized_gemm.kernel, cpu_rows._kernel):
+    for made in (f32_gemm.kernel, quantized_gemm.kernel, cpu_library.loaded_kernel):
         made.cache_clear()
     yield
-    for made in (f32_gemm.kernel, quantized_gemm.kernel, cpu_rows._kernel):
+    for made in (f32_gemm.kernel, quantized_gemm.kernel, cpu_library.loaded_kernel):
         made.cache_clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ ROWS, PIECE = 6, head_rows._PIECE
 
 
 @pytest.fixture(params=cpu_library.usable_variants(), autouse=True)
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every variant that this CPU can run."""
     chosen = cpu_library.LoadedLibrary(cpu_library.KernelLibrary(request.param), request.param)
-    for module in (cpu_graph, head_rows):
+    for module in (cpu_graph, cpu_library):
         monkeypatch.setattr(module, "loaded_library", lambda: chosen)
+    cpu_library.loaded_kernel.cache_clear()
+    yield
+    cpu_library.loaded_kernel.cache_clear()
 
 
 def found(logits: Tensor, rows: int, threads: int = 2, times: int = 1) -> tuple[list[int], list[float]]:

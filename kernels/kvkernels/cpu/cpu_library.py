@@ -92,6 +92,15 @@ class LoadedLibrary:
 
 
 @cache
+def loaded_kernel(name: str, job: type[ctypes.Structure]) -> Kernel:
+    """Return the kernel ``kvk_{name}`` of the best variant. Raises RuntimeError without kernels."""
+    library = loaded_library().library
+    if library is None:
+        raise RuntimeError(loaded_library().why)
+    return library.kernel(name, job)
+
+
+@cache
 def loaded_library() -> LoadedLibrary:
     """Load the best variant for this machine, once."""
     names, again = cpu_build.variants(), "python -m kvkernels.cpu"

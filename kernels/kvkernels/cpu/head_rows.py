@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Kernel, KernelCall, loaded_library
+from kvkernels.cpu.cpu_library import KernelCall, loaded_kernel
 
 # Tokens of a row whose largest logit is a work item.
 _PIECE = 8192
@@ -38,17 +38,10 @@ class _LikeliestJob(ctypes.Structure):
     )
 
 
-def _kernel(name: str, job: type[ctypes.Structure]) -> Kernel:
-    library = loaded_library().library
-    if library is None:
-        raise RuntimeError(loaded_library().why)
-    return library.kernel(name, job)
-
-
 def widen(x: Tensor, y: Tensor) -> KernelCall:
     """Write bfloat16 ``x [rows, width]`` to float32 ``y`` of the same shape. Both are contiguous."""
     job = _WidenJob(0, x.shape[0], x.shape[1], x.data_ptr(), y.data_ptr())
-    return KernelCall(_kernel("widen_rows", _WidenJob), job, (x, y))
+    return KernelCall(loaded_kernel("widen_rows", _WidenJob), job, (x, y))
 
 
 def likeliest(logits: Tensor, peaks: Tensor, tokens: Tensor) -> KernelCall:
@@ -62,4 +55,4 @@ def likeliest(logits: Tensor, peaks: Tensor, tokens: Tensor) -> KernelCall:
     piece_logits, piece_tokens = torch.empty(rows, pieces), torch.empty(rows, pieces, dtype=torch.int64)
     held = (logits, finished, piece_logits, piece_tokens, peaks, tokens)
     job = _LikeliestJob(0, rows, width, pieces, *(tensor.data_ptr() for tensor in held))
-    return KernelCall(_kernel("likeliest", _LikeliestJob), job, held)
+    return KernelCall(loaded_kernel("likeliest", _LikeliestJob), job, held)

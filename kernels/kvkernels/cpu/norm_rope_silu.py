@@ -9,12 +9,11 @@ KernelCall, for ``run`` or a KernelGraph (``kernels/cpu/norm_rope_silu.cpp``), a
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Kernel, KernelCall, loaded_library
+from kvkernels.cpu.cpu_library import KernelCall, loaded_kernel
 
 # Below this many rows, waking other threads costs more than it saves.
 _PARALLEL_ROWS = 48
@@ -49,14 +48,6 @@ class _SiluJob(ctypes.Structure):
     _fields_ = _fields("next_item rows of_bf16 width", "gate_up out")
 
 
-@cache
-def _kernel(name: str, job: type[ctypes.Structure]) -> Kernel:
-    library = loaded_library().library
-    if library is None:
-        raise RuntimeError(loaded_library().why)
-    return library.kernel(name, job)
-
-
 def run(call: KernelCall, rows: int) -> None:
     """Run a call of this module over ``rows`` rows.
 
@@ -87,7 +78,7 @@ def rms_norm(
         out.data_ptr(),
         epsilon,
     )
-    return KernelCall(_kernel("rms_norm", _RmsNormJob), job, (hidden, delta, weight, out))
+    return KernelCall(loaded_kernel("rms_norm", _RmsNormJob), job, (hidden, delta, weight, out))
 
 
 def rope(
@@ -133,10 +124,12 @@ def rope(
         queries.data_ptr(),
         epsilon,
     )
-    return KernelCall(_kernel("rope", _RopeJob), job, (qkv, angles, norms, slots, copy_slots, keys, values, queries))
+    return KernelCall(
+        loaded_kernel("rope", _RopeJob), job, (qkv, angles, norms, slots, copy_slots, keys, values, queries)
+    )
 
 
 def silu_and_mul(rows: int, gate_up: Tensor, out: Tensor) -> KernelCall:
     """Compute ``out [>= rows, width] = silu(gate_up[:, :width]) * gate_up[:, width:]``."""
     job = _SiluJob(0, rows, out.dtype == torch.bfloat16, out.shape[1], gate_up.data_ptr(), out.data_ptr())
-    return KernelCall(_kernel("silu_and_mul", _SiluJob), job, (gate_up, out))
+    return KernelCall(loaded_kernel("silu_and_mul", _SiluJob), job, (gate_up, out))
