@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from kvkernels.cpu.head_rows import Likeliest
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
 from inference_svc.engine.request_lifecycle import append_token
 from inference_svc.model_runner.forward_batch import SequenceSlice
-from inference_svc.sampling.sampler import Likeliest, SampleResult, sample
+from inference_svc.sampling.sampler import SampleResult, sample
 from inference_svc.sequence.sequence import Sequence, SequenceState
 from inference_svc.spec_decode.branch_tables import BranchTables
 from inference_svc.spec_decode.speculator import Speculator

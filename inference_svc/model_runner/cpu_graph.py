@@ -17,6 +17,7 @@ from kvkernels.cpu import norm_rope_silu as cpu_rows
 from kvkernels.cpu.cpu_attention import PreparedAttention
 from kvkernels.cpu.cpu_graph import KernelGraph
 from kvkernels.cpu.cpu_library import KernelCall
+from kvkernels.cpu.head_rows import Likeliest
 from torch import Tensor, nn
 
 from inference_svc.kv_pool import MAX_BRANCHES
@@ -29,7 +30,6 @@ from inference_svc.models.fused_layer_weights import FusedLayerWeights, LayerWid
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
-from inference_svc.sampling.sampler import Likeliest
 
 # Maximum rows of each graph. With more rows, the kernels' time exceeds Python's.
 CAPACITIES = (12, 32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kvkernels import ops
+from kvkernels.cpu.head_rows import Likeliest
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from inference_svc.models.linear.plain_linear import in_float32
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.weight_arena import move_to_arena
-from inference_svc.sampling.sampler import Likeliest
 
 
 class Decoder:

@@ -17,6 +17,7 @@ from math import inf, isfinite
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kvkernels.cpu.head_rows import Likeliest
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
@@ -29,10 +30,6 @@ from inference_svc.sampling.sampling_state import SamplingState
 # Probabilities are summed in blocks of 512 tokens: sampling finds first the token's block, then the token in the block.
 _BLOCK = 512
 SampleResult = SampledToken | GenerationFailed
-
-
-# The first likeliest token of each row and its logit, which is NaN if the row contains NaN.
-Likeliest = tuple[list[int], list[float]]
 
 
 @torch.inference_mode()

@@ -15,6 +15,8 @@ from kvkernels.cpu.cpu_library import KernelCall, loaded_kernel
 
 # Tokens of a row whose largest logit is a work item.
 _PIECE = 8192
+# The first likeliest token of each row and its logit, which is NaN if the row contains NaN.
+Likeliest = tuple[list[int], list[float]]
 
 
 class _WidenJob(ctypes.Structure):

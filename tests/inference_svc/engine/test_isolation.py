@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kvkernels.cpu import f32_gemm
+from kvkernels.cpu.head_rows import Likeliest
 from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 
 from inference_svc.engine import speculative_sampler
@@ -17,7 +18,7 @@ from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.gateway.worker_retry import is_retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
-from inference_svc.sampling.sampler import Likeliest, SampleResult
+from inference_svc.sampling.sampler import SampleResult
 from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import NullKVConnector

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvkernels.cpu.head_rows import Likeliest
 from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.engine_core import EngineCore
 from inference_svc.engine.speculative_sampler import SpeculativeSampler
-from inference_svc.sampling.sampler import Likeliest
 from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, prompt, sequence, table
