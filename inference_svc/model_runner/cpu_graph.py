@@ -181,10 +181,11 @@ class CpuGraph:
             lines = batch.copies.lines
             self._again[: len(lines), :count] = lines
         rope.write(batch.positions, self._hidden, self._angles)
-        attention = cpu_attention.prepare_attention(batch, self._heads, at_once=True)
-        self._attention.set_batch(attention)
+        if batch.attention is None:
+            batch.attention = cpu_attention.prepare_attention(batch, self._heads, at_once=True)
+        self._attention.set_batch(batch.attention)
         self._chain.run(batch.real, torch.get_num_threads(), calls)
-        cpu_attention.report(attention, batch)
+        cpu_attention.report(batch.attention, batch)
 
 
 class NotCapturable(Exception):

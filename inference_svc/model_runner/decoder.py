@@ -21,8 +21,9 @@ from inference_svc.model_runner import fused_layers
 from inference_svc.model_runner.attention import ProjectionDone
 from inference_svc.model_runner.attention import register as register_attention
 from inference_svc.model_runner.cpu_graph import ModelEnds, StepLogits
-from inference_svc.model_runner.forward_batch import ForwardBatch, SequenceSlice, build_batch
+from inference_svc.model_runner.forward_batch import ForwardBatch, SequenceSlice
 from inference_svc.model_runner.lora_batch import LoraHooks
+from inference_svc.model_runner.step_batches import StepBatches
 from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import window_of
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerLease, LayerSource
@@ -82,7 +83,7 @@ class Decoder:
             move_to_arena([*fused, *loaded.model.modules()])
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
-        self._dtype, self._device = loaded.dtype, loaded.device
+        self._dtype, self._device, self._batches = loaded.dtype, loaded.device, StepBatches(loaded.device)
         self._hooks: LoraHooks | None = None
         self._step: StepLogits | None = None
         if self._fused is not None and self._softcap is None:
@@ -119,7 +120,7 @@ class Decoder:
     @torch.inference_mode()
     def compute(self, slices: list[SequenceSlice], pool: KVPool) -> Tensor:
         """Computes the logits ``[wanted, vocabulary]`` of a step, valid until the next step."""
-        batch = build_batch(slices, pool, self._device)
+        batch = self._batches.next(slices, pool)
         self._step = None if self._fused is None else self._fused.decode(batch)
         return self(batch) if self._step is None else self._step.logits
 

@@ -297,7 +297,7 @@ def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
     for at, row in enumerate(wanted):
         whole = next(s for s in batch.segments if s.first_row <= row < s.first_row + s.rows)
         position = int(batch.positions[row])
-        padded = _padded(position + 1)
+        padded = pad_keys(position + 1)
         slots = None if whole.slots is None else whole.slots[:padded]
         end, first = position + 1, whole.first_slot
         segments.append(
@@ -333,7 +333,7 @@ def _adapted(segments: list[Segment], real: int) -> tuple[LoraRows, ...]:
     return tuple(found)
 
 
-def _padded(keys: int) -> int:
+def pad_keys(keys: int) -> int:
     """Rounds a number of keys up to KEY_BLOCK: torch's kernel then gives a row the same bits in any batch."""
     return -(-keys // KEY_BLOCK) * KEY_BLOCK
 
@@ -349,7 +349,7 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
         count = min(most, len(span.tokens) - at)
         part = None if span.positions is None else span.positions[at : at + count]
         keys = span.start + at + count if part is None else int(part[-1]) + 1
-        padded = _padded(keys)
+        padded = pad_keys(keys)
         first, slots = first_slot, None
         # Attention reads the padding keys behind the sequence's end, although masked: they must be inside the pool.
         if first is None or first + padded > pool.keys.shape[2]:

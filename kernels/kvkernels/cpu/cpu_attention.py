@@ -202,9 +202,10 @@ class PreparedAttention:
 
     def set_batch(self, attention: Attention) -> None:
         """Set the batch of the next run."""
-        attention.bind(*self._bound)
-        ctypes.pointer(self._batch)[0] = attention._batch
-        self._attention = attention
+        if attention is not self._attention:
+            attention.bind(*self._bound)
+            ctypes.pointer(self._batch)[0] = attention._batch
+            self._attention = attention
 
     def call(self, layer: int, scale: float, window: int | None) -> KernelCall:
         """Build the call of one layer; see ``Attention.__call__``."""
