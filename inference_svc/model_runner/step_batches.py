@@ -29,7 +29,7 @@ class StepBatches:
             _advance(last, slices)
             return last
         batch = build_batch(slices, pool, self._device)
-        kept = self._device.type == "cpu" and all(map(_decodes, slices))
+        kept = self._device.type == "cpu" and not batch.gates and all(map(_decodes, slices))
         self._last, self._tables = (batch, [one.table for one in slices]) if kept else (None, [])
         return batch
 

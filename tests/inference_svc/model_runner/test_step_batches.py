@@ -142,6 +142,26 @@ def test_only_the_next_tokens_of_the_same_sequences_keep_a_batch(slices: list[Se
     expect_as_built(made, slices, pool)
 
 
+def test_a_batch_that_waits_for_a_load_is_not_kept() -> None:
+    class LoadedMeanwhile:
+        """Is complete from the second question on."""
+
+        asked = 0
+
+        @property
+        def complete(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    pool, batches = a_pool(), StepBatches(CPU)
+    first = batches.next(decoding(TABLE, at=40, gate=cast(LayerReadyEvent, LoadedMeanwhile())), pool)
+    assert first.gates
+    slices = decoding(TABLE, at=41)
+    made = batches.next(slices, pool)
+    assert made is not first
+    expect_as_built(made, slices, pool)
+
+
 def test_a_batch_belongs_to_one_pool_and_keys_read_in_place_lie_inside_it() -> None:
     pool, other, batches = a_pool(), a_pool(), StepBatches(CPU)
     first = batches.next(decoding(TABLE, at=40), pool)
