@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,9 @@ def _git(*arguments: str) -> str | None:
 
 def _command() -> str:
     """Return the command line, without paths that exist only on this machine."""
-    spec, arguments = getattr(sys.modules.get("__main__"), "__spec__", None), sys.argv[1:]
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        del arguments[at : at + 2]
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    pairs = pairwise(["", *sys.argv[1:]])
+    arguments = [one for before, one in pairs if "--out" not in (before, one) and not one.startswith("--out=")]
     if spec is None:
         return shlex.join([Path(sys.argv[0]).name, *arguments])
     return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *arguments])

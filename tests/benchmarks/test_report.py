@@ -31,7 +31,14 @@ def test_a_result_records_commit_dirt_date_load_and_command(tmp_path: Path) -> N
     assert found["command"]
 
 
-@pytest.mark.parametrize("given", [["--out", "/home/me/x.json", "--model", "demo"], ["--model", "demo"]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--out", "/home/me/x.json", "--model", "demo"],
+        ["--out=/home/me/x.json", "--model", "demo"],
+        ["--model", "demo"],
+    ],
+)
 def test_the_recorded_command_names_no_file_of_this_machine(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/home/me/bench/decode.py", *given])
     assert provenance._command().endswith(" --model demo")
