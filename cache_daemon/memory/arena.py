@@ -130,7 +130,7 @@ class HostArena(MemoryArena):
     def allocate(self, size_bytes: int) -> Slot | None:
         slot = super().allocate(size_bytes)
         if slot is not None:
-            self._populate_ahead(slot.offset + slot.size_bytes)
+            self._populate_ahead(slot.offset + footprint(slot.size_bytes))
         return slot
 
     def describe(self) -> ArenaDescriptor:
@@ -142,7 +142,7 @@ class HostArena(MemoryArena):
         self._shared.close()
 
     def _populate_ahead(self, used: int) -> None:
-        """Create pages beyond offset ``used``: the allocator grants low offsets first."""
+        """Create pages beyond offset ``used``, a multiple of a page: the allocator grants low offsets first."""
         if self._populated >= self.size_bytes or used + _POPULATE_AHEAD_BYTES // 2 < self._populated:
             return
         if self._populating is not None and self._populating.is_alive():

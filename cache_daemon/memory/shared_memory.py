@@ -16,7 +16,7 @@ from kvsidecar.errors import ConfigurationError
 
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_WRITE, _POPULATE_STEP = 23, 4 << 20
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 
 
@@ -44,8 +44,14 @@ class SharedMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Create pages ahead of use, without the GIL. If the kernel refuses, pages appear on first touch."""
-        _libc.madvise(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+        """Create pages ahead of use, without the GIL; ``offset`` is a multiple of a page.
+
+        One call per step, because the kernel keeps this process from mapping other memory during a call. If the kernel
+        refuses, pages appear on first touch.
+        """
+        for at in range(offset, offset + size_bytes, _POPULATE_STEP):
+            length = min(_POPULATE_STEP, offset + size_bytes - at)
+            _libc.madvise(ctypes.c_void_p(self._address + at), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     def release_pages(self, offset: int, size_bytes: int) -> None:
         """Release pages to the system; they are zero when touched again. Not for memory sealed against writing."""

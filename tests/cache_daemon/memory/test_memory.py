@@ -27,7 +27,7 @@ from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descript
 
 from benchmarks.condition_wait import until
 from benchmarks.node import Node
-from cache_daemon.memory.arena import ALIGNMENT
+from cache_daemon.memory.arena import ALIGNMENT, HostArena
 from cache_daemon.memory.fd_server import _REQUEST_TIMEOUT_SECONDS, serve_fds
 from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.memory.staging_memory import StagingBudget, StagingMemory
@@ -233,6 +233,22 @@ def test_the_daemon_takes_memory_as_it_is_used(start: Callable[..., Node]) -> No
     until(lambda: megabytes() > 64)
     assert megabytes() < 300
     peer.close()
+
+
+@pytest.mark.parametrize("payload_bytes", [ALIGNMENT, ALIGNMENT + 8])
+def test_pages_of_the_arena_exist_before_their_use(payload_bytes: int) -> None:
+    arena = HostArena(128 << 20)
+    try:
+        first, second = arena.allocate(payload_bytes), arena.allocate(48 << 20)
+        assert first is not None
+        assert second is not None
+        until(lambda: os.fstat(arena.descriptor).st_blocks * 512 >= 64 << 20)
+        payload = memoryview(b"\xab" * (48 << 20))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        arena.write(second, payload)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100  # the arena's slot has 12,288 pages
+    finally:
+        arena.close()
 
 
 def test_idle_staging_gives_its_memory_back_and_never_what_is_reserved() -> None:
