@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvkernels.chunk_payload import Array, ChunkPlacement
 from kvkernels.cpu.cpu_library import Kernel, KernelLibrary, loaded_library
-from kvkernels.cpu.thread_pool import num_own_threads
+from kvkernels.cpu.thread_pool import PARALLEL_COPY_BYTES, num_own_threads
 
 _MAX_DIM = 1024
-# Below this size, waking other threads costs more than it saves.
-_PARALLEL_BYTES = 1 << 18
+# Like PARALLEL_COPY_BYTES, for quantization, which takes ten times as long as a copy or as dequantization.
+_PARALLEL_QUANTIZE_BYTES = 1 << 18
 _SECTIONS = ("keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "sink_keys", "sink_values")
 
 
@@ -84,6 +84,8 @@ class _ChunkCopy:
         chunks = (_Chunk * len(pieces))(*(self._chunk(piece) for piece in pieces))
         self._held.append(chunks)
         tokens = sum(len(piece.slots) for piece in pieces)
+        quantizes = name == "kv_pack" and any(piece.header.bits < 16 for piece in pieces)
+        self._parallel_bytes = _PARALLEL_QUANTIZE_BYTES if quantizes else PARALLEL_COPY_BYTES
         self._layer_bytes = 2 * tokens * keys.shape[1] * keys.shape[3] * keys.element_size()
         self._job = _Job(
             chunks=ctypes.addressof(chunks),
@@ -100,7 +102,7 @@ class _ChunkCopy:
     def __call__(self, layers: range) -> None:
         job = self._job
         job.next_item, job.first_layer, job.layers = 0, layers.start, len(layers)
-        parallel = self._layer_bytes * len(layers) >= _PARALLEL_BYTES
+        parallel = self._layer_bytes * len(layers) >= self._parallel_bytes
         self._kernel.run_on_own_threads(job, num_own_threads() if parallel else 1)
 
     def _chunk(self, piece: ChunkPlacement) -> _Chunk:

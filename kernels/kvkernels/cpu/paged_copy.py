@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.cpu.cpu_library import Kernel, KernelLibrary
-from kvkernels.cpu.thread_pool import num_own_threads
+from kvkernels.cpu.thread_pool import PARALLEL_COPY_BYTES, num_own_threads
 
-# Below this size, waking other threads costs more than it saves.
-_PARALLEL_BYTES = 1 << 18
 _Integers = NDArray[np.int64]
 
 
@@ -72,4 +70,4 @@ def copy_tokens(
         token.ctypes.data, head.ctypes.data, len(head), channel.ctypes.data, len(channel),
         int((np.diff(channel) == 1).all()), slots.ctypes.data, len(slots), array.ctypes.data, *strides,
     )  # fmt: skip
-    _kernel(library, name).run_on_own_threads(job, num_own_threads() if array.nbytes >= _PARALLEL_BYTES else 1)
+    _kernel(library, name).run_on_own_threads(job, num_own_threads() if array.nbytes >= PARALLEL_COPY_BYTES else 1)
