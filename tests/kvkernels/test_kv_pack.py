@@ -1,10 +1,12 @@
 """Compiled KV packing against the torch reference, and the quantization error of both."""
 
+from ctypes import Structure
+
 import pytest
 import torch
 from kvkernels import ChunkPlacement, LoadedLayers, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
 from kvkernels.cpu import kv_pack as cpu
-from kvkernels.cpu.cpu_library import loaded_library
+from kvkernels.cpu.cpu_library import Kernel, loaded_library
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 
@@ -144,6 +146,37 @@ def test_many_chunks_at_once_are_as_one_after_the_other(bits: int) -> None:
         assert torch.equal(all_at_once[0][: layers.stop], one[0][: layers.stop])
         assert not all_at_once[0][layers.stop :].any()
     assert torch.equal(all_at_once[1], one[1])
+
+
+@pytest.mark.skipif(loaded_library().library is None, reason=loaded_library().why)
+@pytest.mark.parametrize(
+    ("bits", "tokens", "pack_threads", "unpack_threads"),
+    [(16, 512, 3, 3), (4, 512, 3, 3), (16, 64, 1, 1), (8, 64, 3, 1), (8, 8, 1, 1)],
+)
+def test_large_copies_run_on_several_threads(
+    monkeypatch: pytest.MonkeyPatch, bits: int, tokens: int, pack_threads: int, unpack_threads: int
+) -> None:
+    used, run = [], Kernel.run_on_own_threads
+
+    def record(kernel: Kernel, job: Structure, threads: int) -> None:
+        used.append(threads)
+        run(kernel, job, threads)
+
+    monkeypatch.setattr(cpu, "num_own_threads", lambda: 3)
+    monkeypatch.setattr(Kernel, "run_on_own_threads", record)
+    keys, values = torch.randn(2, 24, 2, 512, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    header = new_header(Geometry(24, 2, 64, DATA_TYPE_BFLOAT16, bits), list(range(tokens)), 0)
+    slots = torch.randperm(512, generator=torch.Generator().manual_seed(6))[:tokens]
+    mine, theirs = (memoryview(bytearray(header.payload_bytes)) for _ in range(2))
+    cpu.pack(keys, values, slots, header, mine)
+    kv_pack_reference.pack(keys, values, slots, header, layout_of(header).arrays(theirs))
+    assert mine == theirs
+    outs = [(torch.zeros_like(keys), torch.zeros_like(values)) for _ in range(2)]
+    for out, unpack in zip(outs, (by_kernels, by_reference), strict=True):
+        unpack(*out, ChunkPlacement(header, mine, slots), range(24))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert torch.equal(outs[0][1], outs[1][1])
+    assert used == [pack_threads, unpack_threads]
 
 
 def test_some_chunks_are_only_for_some_layers() -> None:
