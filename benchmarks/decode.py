@@ -156,7 +156,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     machine = MachineRates(theirs.device, theirs.dtype)
     with ExitStack() as stack:
         nodes = {
-            bits: stack.enter_context(Node(options.model, pool_bytes="1GiB", worker_flags={"weights": bits}))
+            bits: stack.enter_context(
+                Node(
+                    options.model,
+                    pool_bytes="1GiB",
+                    worker_flags={"weights": bits, "stream_interval": options.stream_interval},
+                )
+            )
             for bits in options.weights
         }
         stack.enter_context(busy_processes(options.busy))
@@ -219,6 +225,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="weight bits, including 16"
     )
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens per message of our streams")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--busy", type=int, default=0, help="processes that only compute beside the engines (0)")
     parser.add_argument("--transformers-repeats", type=int, default=3)

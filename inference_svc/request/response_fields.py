@@ -1,4 +1,4 @@
-"""Fields of a response: log probabilities, stop reasons and reasoning as protocol messages."""
+"""Fields of a response: log probabilities, stop reasons, reasoning and usage as protocol messages."""
 
 from __future__ import annotations
 
@@ -71,3 +71,25 @@ def split_reasoning(splitter: ReasoningSplitter, part: pb.GenerateStreamResponse
     part.reasoning, part.text = splitter.split(part.text, len(part.token_ids), bool(part.finish_reason))
     if part.HasField("usage"):
         part.usage.reasoning_tokens = splitter.tokens
+
+
+def add_usage(sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+    """Set the usage of a sequence so far."""
+    prompt, cached = sequence.request.num_prompt_tokens, sequence.usage.num_cached
+    part.usage.prompt_tokens, part.usage.cached_tokens = prompt, cached
+    part.usage.generated_tokens = sequence.num_generated
+    part.usage.approximate_tokens = sequence.usage.num_approximate
+    part.usage.recomputed_tokens = sequence.usage.num_recomputed
+    part.usage.draft_tokens = sequence.speculation.num_draft_tokens
+    part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
+    part.usage.cache_write_tokens = prompt - cached if sequence.request.cache.write else 0
+
+
+def join_parts(parts: list[pb.GenerateStreamResponse]) -> pb.GenerateStreamResponse:
+    """Return one message with the consecutive ``parts`` of a stream, at least one. Changes the first part."""
+    whole = parts[0]
+    for part in parts[1:]:
+        text, reasoning = whole.text + part.text, whole.reasoning + part.reasoning
+        whole.MergeFrom(part)
+        whole.text, whole.reasoning = text, reasoning
+    return whole

@@ -36,8 +36,10 @@ from inference_svc.request.miss_report import MissReporter
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
 from inference_svc.request.request_options import check_salt, check_session
 from inference_svc.request.response_fields import (
+    add_usage,
     copy_stop_reason,
     generated_logprobs,
+    join_parts,
     prompt_logprobs,
     set_stop_reason,
     split_reasoning,
@@ -45,6 +47,7 @@ from inference_svc.request.response_fields import (
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
+from inference_svc.server.output_queue import OutputQueue
 from inference_svc.server.runtime import Runtime
 from inference_svc.server.worker_stats import worker_stats
 from inference_svc.structured_output.grammar_state import GrammarState
@@ -122,66 +125,73 @@ class InferenceService(InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield the parts of an answer. Closing the generator early cancels the sequence."""
         calls, thinking, first, texts, message = None, None, True, list[str](), pb.ChatMessage()
-        async with aclosing(self.outputs(request, seen)) as outputs:
-            async for sequence, output in outputs:
+        async with aclosing(self.outputs(request, seen)) as groups:
+            async for sequence, outputs in groups:
                 if first:
                     calls = self._requests.call_parser(request)
                     thinking = self._requests.reasoning_splitter(request, sequence)
-                part = self._part(sequence, output, sequence.request.id if first else "")
-                if request.continuous_usage or part.finish_reason:
-                    self._add_usage(sequence, part)
-                if thinking is not None:
-                    split_reasoning(thinking, part)
-                if calls is not None:
-                    read_calls(calls, part)
-                    texts.append(part.text)
-                    add_calls(message.tool_calls, part.tool_calls)
-                    # The answer's tokens may include a stop string or an excess call that ``message`` lacks. The tokens
-                    # of such answers are not kept.
-                    called = part.finish_reason == pb.FINISH_REASON_TOOL_CALLS and part.WhichOneof("stopped_by") is None
-                    if called and calls.calls == len(message.tool_calls):
-                        message.content = "".join(texts)
-                        self._tokenizer.keep_calls(request.cache.tenant_salt, sequence, message)
+                parts = list[pb.GenerateStreamResponse]()
+                for output in outputs:
+                    part = self._part(sequence, output)
+                    if request.continuous_usage or part.finish_reason:
+                        add_usage(sequence, part)
+                    if thinking is not None:
+                        split_reasoning(thinking, part)
+                    if calls is not None:
+                        read_calls(calls, part)
+                        texts.append(part.text)
+                        add_calls(message.tool_calls, part.tool_calls)
+                        # The answer's tokens may include a stop string or an excess call that ``message`` lacks. The
+                        # tokens of such answers are not kept.
+                        finish, stopped_by = part.finish_reason, part.WhichOneof("stopped_by")
+                        called = finish == pb.FINISH_REASON_TOOL_CALLS and stopped_by is None
+                        if called and calls.calls == len(message.tool_calls):
+                            message.content = "".join(texts)
+                            self._tokenizer.keep_calls(request.cache.tenant_salt, sequence, message)
+                    parts.append(part)
+                whole = join_parts(parts)
+                if first:
+                    whole.request_id = sequence.request.id
                 if first and request.return_prompt_tokens:
-                    part.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
+                    whole.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
-                    await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
-                if part.finish_reason:
-                    await self._add_miss(request, sequence, part)
+                    await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, whole))
+                if whole.finish_reason:
+                    await self._add_miss(request, sequence, whole)
                 first = False
-                yield part
+                yield whole
 
     async def outputs(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
-    ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
-        """Yield the engine's outputs for a request. Closing the generator early cancels the sequence."""
+    ) -> AsyncGenerator[tuple[Sequence, list[SequenceOutput]], None]:
+        """Yield the engine's outputs for a request: those that arrive together, in order.
+
+        Closing the generator early cancels the sequence.
+        """
         with seen:
-            sequence, outputs = await self._submit(request, seen)
+            sequence, queue = await self._submit(request, seen)
             finished = False
             try:
                 while not finished:
-                    output = await outputs.get()
-                    finished = output.finish is not None
-                    if output.error is not None:
-                        raise output.error
-                    if finished:
-                        seen.answered(sequence)
-                    yield sequence, output
+                    group = list[SequenceOutput]()
+                    for output in await queue.get():
+                        finished = output.finish is not None
+                        if output.error is not None:
+                            if group:
+                                yield sequence, group
+                            raise output.error
+                        group.append(output)
+                        if finished:  # the next output would be that of the stored tokens
+                            seen.answered(sequence)
+                            break
+                    yield sequence, group
             finally:
                 if not finished:
                     self._engine.cancel(sequence)
 
-    async def _submit(
-        self, request: pb.GenerateRequest, seen: ObservedRequest
-    ) -> tuple[Sequence, asyncio.Queue[SequenceOutput]]:
-        arrived = time.perf_counter()
-        outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
-
-        def sink(output: SequenceOutput) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        made = await self._tokenize_beside(request, lambda: self._requests.tokenize(request, sink, arrived))
+    async def _submit(self, request: pb.GenerateRequest, seen: ObservedRequest) -> tuple[Sequence, OutputQueue]:
+        arrived, outputs = time.perf_counter(), OutputQueue(self._runtime.config.stream_interval)
+        made = await self._tokenize_beside(request, lambda: self._requests.tokenize(request, outputs.put, arrived))
         sequence = made(await self._grammar_state(request))
         tokenized, sequence.trace = time.perf_counter(), seen.span
         sequence.timings.tokenize_ms = (tokenized - arrived) * 1e3
@@ -231,8 +241,8 @@ class InferenceService(InferenceServiceServicer):
             work = partial(add_place, part.miss, request.prompt, tokens, self._tokenizer.text, template)
             await self._tokenize_beside(request, work)
 
-    def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
-        part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
+    def _part(self, sequence: Sequence, output: SequenceOutput) -> pb.GenerateStreamResponse:
+        part = pb.GenerateStreamResponse(text=output.text)
         if output.token is not None:
             part.token_ids.append(output.token.token)
             part.logprobs.extend(generated_logprobs(output, self._tokenizer.text_and_bytes))
@@ -242,17 +252,6 @@ class InferenceService(InferenceServiceServicer):
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
-
-    @staticmethod
-    def _add_usage(sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
-        prompt, cached = sequence.request.num_prompt_tokens, sequence.usage.num_cached
-        part.usage.prompt_tokens, part.usage.cached_tokens = prompt, cached
-        part.usage.generated_tokens = sequence.num_generated
-        part.usage.approximate_tokens = sequence.usage.num_approximate
-        part.usage.recomputed_tokens = sequence.usage.num_recomputed
-        part.usage.draft_tokens = sequence.speculation.num_draft_tokens
-        part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
-        part.usage.cache_write_tokens = prompt - cached if sequence.request.cache.write else 0
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
@@ -274,9 +273,9 @@ class InferenceService(InferenceServiceServicer):
             output = SequenceOutput()
             try:
                 while output.stored_tokens is None:
-                    output = await outputs.get()
-                    if output.error is not None:
-                        raise output.error
+                    for output in await outputs.get():
+                        if output.error is not None:
+                            raise output.error
             finally:
                 if output.stored_tokens is None:
                     self._engine.cancel(sequence)

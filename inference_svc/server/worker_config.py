@@ -234,6 +234,9 @@ class WorkerConfig(ModelSettings):
     """Maximum milliseconds of a step that prefills prompts while other requests decode, and so the longest gap in the
     streams of these requests. Prompts are prefilled in pieces of as many tokens as fit, at least 32. Their time to the
     first token increases, because the other requests decode between the pieces. With 0, pieces have batch_tokens."""
+    stream_interval: int = Field(default=1, ge=1, le=1024)
+    """Tokens per message of a stream, after the first token. A larger number increases the throughput of small models
+    with many streams, because a message takes longer than the token's share of a step."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
     """Maximum sequences in a batch."""
     max_waiting: int = Field(default=1024, ge=1)

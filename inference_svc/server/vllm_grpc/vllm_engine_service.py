@@ -94,9 +94,10 @@ class VllmEngine(VllmEngineServicer):
         async def follow(answer: VllmResponse, request: pb.GenerateRequest) -> None:
             try:
                 seen = self._observer.request("Generate", context, request.prompt, SERVICE)
-                async with aclosing(self._service.outputs(request, seen)) as outputs:
-                    async for sequence, output in outputs:
-                        events.put_nowait((answer, sequence, output))
+                async with aclosing(self._service.outputs(request, seen)) as groups:
+                    async for sequence, outputs in groups:
+                        for output in outputs:
+                            events.put_nowait((answer, sequence, output))
             except Exception as error:
                 events.put_nowait(error)
 
