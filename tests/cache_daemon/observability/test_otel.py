@@ -18,6 +18,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheServiceServicer_to_server
+from kvsidecar.kv_transfer.session_channel import SessionChannel
 from kvsidecar.telemetry.otel_export import is_enabled, sdk_providers
 
 from benchmarks.node import Node, free_port
@@ -231,7 +232,6 @@ def test_a_daemon_that_does_not_trace_does_not_load_opentelemetry() -> None:
 
 def test_a_worker_names_its_span_where_it_has_one(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk.trace")
-    from kvsidecar.kv_transfer.trace_context import with_trace_context
     from opentelemetry.sdk.trace import TracerProvider
 
     seen: list[list[str]] = []
@@ -247,7 +247,7 @@ def test_a_worker_names_its_span_where_it_has_one(tmp_path: Path) -> None:
     server.add_insecure_port(f"unix:{tmp_path}/s")
     server.start()
     with grpc.insecure_channel(f"unix:{tmp_path}/s") as channel:
-        call = with_trace_context(channel).unary_unary("/S/Hear")
+        call = SessionChannel(channel).unary_unary("/S/Hear")
         call(b"")
         with TracerProvider(shutdown_on_exit=False).get_tracer("t").start_as_current_span("request") as span:
             call(b"")

@@ -20,9 +20,9 @@ from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
 from kvsidecar.kv_transfer.mapped_memory import map_summary
 from kvsidecar.kv_transfer.session import ServedCounts, Session
+from kvsidecar.kv_transfer.session_channel import SessionChannel
 from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from kvsidecar.kv_transfer.stream_transport import StreamTransport
-from kvsidecar.kv_transfer.trace_context import with_trace_context
 from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.protocol_versions import SPOKEN
 
@@ -150,7 +150,8 @@ class DaemonConnection:
             except grpc.FutureTimeoutError:
                 self._log_once(f"no cache daemon answers at {self._address.target}; serving without cache")
                 return False
-            stub: Any = CacheServiceStub(with_trace_context(channel))
+            session_channel: Any = SessionChannel(channel)
+            stub: Any = CacheServiceStub(session_channel)
             incoming = stub.Attach(iter(outgoing.get, None))
             watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
             session: Session | None = None
@@ -171,7 +172,7 @@ class DaemonConnection:
                 )
                 self._current = session
                 if not self._stop.is_set():
-                    held = self._serve_session(session, welcome, channel, incoming, outgoing)
+                    held = self._serve_session(session, welcome, session_channel, incoming, outgoing)
             except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
                 text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
                 self._log_once(f"the session with the cache daemon ended: {text}; serving without cache")

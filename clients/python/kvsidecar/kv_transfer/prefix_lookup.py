@@ -151,7 +151,7 @@ class PrefixLookup:
         request = pb.MatchRequest(
             namespace=namespace, tenant_salt=salt, token_ids=tokens, explain=True, known_tokens=known_tokens
         )
-        with suppress(grpc.RpcError, ValueError):  # ValueError: the channel was closed meanwhile
+        with suppress(grpc.RpcError):
             session.stub.Match(request, timeout=self.timeout)
 
     def _match_timeout(self, tokens: int) -> float:

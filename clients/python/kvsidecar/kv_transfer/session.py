@@ -198,13 +198,13 @@ class Session:
         """Call ``method``, and retry after timeouts while the session is open.
 
         Retries end with the session, because the daemon then frees everything. Returns the first call, or None if the
-        channel was closed.
+        session has ended.
         """
         if not self.alive:
             return None
         try:
             call = method.future(request, timeout=_CALL_SECONDS)
-        except ValueError:  # the channel was closed meanwhile
+        except grpc.RpcError:  # the session ended meanwhile
             return None
         # Keep a reference, because gRPC cancels a call without references, and the lease would then stay until the
         # session ends.
