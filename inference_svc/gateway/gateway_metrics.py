@@ -163,13 +163,14 @@ class AnswerTimer:
 
     def add(self, model: str, part: pb.GenerateStreamResponse) -> None:
         """Record the next message of the answer; ``model`` is the worker's."""
-        m, now = self.metrics, time.perf_counter()
+        m, now, tokens = self.metrics, time.perf_counter(), len(part.token_ids)
+        gap = (now - self.last) / tokens if self.started and tokens else 0.0
         if not self.started:
-            self.first = now
+            self.first, tokens = now, tokens - 1
             m.ttft.labels(model).observe(now - self.began)
             log_line().first_token()
-        elif part.token_ids:
-            m.inter_token_latency.labels(model).observe(now - self.last)
+        for _ in range(tokens):  # each token of a message has an equal share of the time since the last message
+            m.inter_token_latency.labels(model).observe(gap)
         self.last = now
         if part.finish_reason:
             m.success.labels(model, finish_reason(part.finish_reason) or "").inc()
