@@ -74,7 +74,7 @@ def test_a_batch_may_have_any_number_of_prompts() -> None:
 
 
 def test_an_answer_comes_in_pieces(engine: Engine) -> None:
-    options = {"max_tokens": 8, "temperature": 0.8, "seed": 3, "ignore_eos": True, "logprobs": 1}
+    options = {"max_tokens": 200, "temperature": 0.8, "seed": 3, "ignore_eos": True, "logprobs": 1}
     chunks = list(engine.stream(TEXT, **options))  # type: ignore[arg-type]
     whole = engine.generate(TEXT, **options)  # type: ignore[arg-type]
     *pieces, last = chunks
