@@ -33,7 +33,7 @@ KVK_EXPORT void kvk_cpu_graph_begin(CpuGraphJob* job) {
   for (GraphNode* node = job->nodes; node < job->nodes + job->count; node++) {
     node->running_threads = 0;
     for (int64_t i = 0; i < node->counters; i++) node->job[i] = 0;
-    if (node->rows) *node->rows = (job->rows + node->multiple - 1) / node->multiple * node->multiple;
+    if (node->rows) *node->rows = job->rows;
   }
 }
 

@@ -225,7 +225,6 @@ struct alignas(64) GraphNode {
   int64_t* job;
   int64_t counters;    // number of the job's first fields that are reset to zero
   int64_t* rows;       // address of the job's field `rows`, or null
-  int64_t multiple;    // the row count is rounded up to this multiple
 };
 
 struct CpuGraphJob {

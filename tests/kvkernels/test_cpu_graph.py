@@ -76,13 +76,6 @@ def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
             assert torch.equal(blocks.delta[:rows], want), f"{rows} rows"
 
 
-def test_rows_are_rounded_up_for_kernels_that_want_it_so() -> None:
-    x, y = torch.randn(8, WIDTH), torch.zeros(8, 64)
-    call = f32_gemm.gemm_call(x, f32_gemm.pack(torch.randn(64, WIDTH)), None, y)
-    cpu_graph.KernelGraph([KernelCall(call.kernel, call.job, call.held, rounded=4)]).run(5, 1)
-    assert y.any(1).tolist() == [True] * 8
-
-
 def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
     """Oversubscribed threads, competing for cores, give the same bits."""
     blocks, x = Blocks(8, 8), torch.randn(MAX_ROWS, WIDTH)

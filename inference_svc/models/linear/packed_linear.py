@@ -9,8 +9,7 @@ nearly all of it. For every number of rows, the results have the same bits as th
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from kvkernels.cpu.bf16_gemv import MAX_ROWS, ROWS, Bf16Gemv, find_bit_exact_gemv
+from kvkernels.cpu.bf16_gemv import MAX_ROWS, Bf16Gemv, find_bit_exact_gemv
 from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor, nn
 
@@ -59,7 +58,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if rows > MAX_ROWS or rows % ROWS or not x.is_contiguous():
+        if rows > MAX_ROWS or not x.is_contiguous():
             return self.by_onednn(x)
         own = self._own()
         return self.by_onednn(x) if own is None else own(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
@@ -69,10 +68,8 @@ class PackedLinear(nn.Module):
 
         Where oneDNN must compute the product, the result is rounded to bfloat16.
         """
-        own, rows = self._own(), x.shape[0]
-        if own is None:
-            return self.by_onednn(x).float()
-        return own(F.pad(x, (0, 0, 0, -rows % ROWS)).contiguous(), torch.float32)[:rows]
+        own = self._own()
+        return self.by_onednn(x).float() if own is None else own(x.contiguous(), torch.float32)
 
     def _own(self) -> Bf16Gemv | None:
         """Our kernel for few rows; None if its bits differ from oneDNN's."""

@@ -1,6 +1,6 @@
 """BF16 GEMV over weights packed by oneDNN, at memory bandwidth.
 
-With four input rows, oneDNN reads a weight of 1.6 to 270 MB at a half to two thirds of the memory bandwidth. This
+With few input rows, oneDNN reads a weight of 1.6 to 270 MB at a half to two thirds of the memory bandwidth. This
 kernel reads the memory that oneDNN packed, in one stream per thread, and computes with the same instruction
 (``vdpbf16ps``) in the same order: one sum per block of input features, then the sum of the blocks, then the bias. The
 block length depends on oneDNN's version and on the shape. ``find_bit_exact_gemv`` finds it by comparing bits; if no
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from kvkernels.cpu.cpu_library import Kernel, KernelCall, loaded_library
 
-# Rows are computed four at a time.
-ROWS = 4
 # Above this many rows the product is compute-bound, and oneDNN's blocking is as good.
 MAX_ROWS = 32
 _OUTPUTS = 64
@@ -80,7 +78,7 @@ class Bf16Gemv:
     def call(self, x: Tensor, y: Tensor) -> KernelCall:
         """Build the call that writes the product into ``y [rows, out]``, in bfloat16 or float32.
 
-        ``x`` is contiguous, its number of rows a multiple of ROWS.
+        ``x`` is contiguous.
         """
         rows, threads = x.shape[0], torch.get_num_threads()
         job = _Job(
@@ -96,10 +94,10 @@ class Bf16Gemv:
             rows,
             y.dtype == torch.float32,
         )
-        return KernelCall(self._kernel, job, (self._packed, self._bias, x, y), rounded=ROWS)
+        return KernelCall(self._kernel, job, (self._packed, self._bias, x, y))
 
     def __call__(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Multiply; ``x`` is contiguous, its number of rows a multiple of ROWS. The result is bfloat16 or float32."""
+        """Multiply; ``x`` is contiguous. The result is bfloat16 or float32."""
         y = x.new_empty(x.shape[0], self._outputs, dtype=dtype)
         self.call(x, y).run(torch.get_num_threads())
         return y

@@ -23,8 +23,7 @@ class _GraphNode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("run", "job")),
         ("counters", ctypes.c_int64),
         ("rows", ctypes.c_void_p),
-        ("multiple", ctypes.c_int64),
-        ("padding", ctypes.c_int64 * 2),
+        ("padding", ctypes.c_int64 * 3),
     )
 
 
@@ -58,7 +57,7 @@ class KernelGraph:
             node, job = _GraphNode.from_address(first + i * size), ctypes.addressof(call.job)
             node.run, node.job, node.counters = call.kernel.address, job, call.counters
             if hasattr(call.job, "rows"):
-                node.rows, node.multiple = job + type(call.job).rows.offset, call.rounded
+                node.rows = job + type(call.job).rows.offset
         self._job = _Job(first, len(calls), 0)
 
     def run(self, rows: int, threads: int, count: int | None = None) -> None:

@@ -68,14 +68,13 @@ class KernelCall:
     """Kernel with its job.
 
     The job's first ``counters`` fields must be zero before a run. ``held`` keeps the memory alive to which the job
-    points. The job's ``rows``, if any, are a multiple of ``rounded``.
+    points.
     """
 
     kernel: Kernel
     job: ctypes.Structure
     held: tuple[Any, ...]
     counters: int = 1
-    rounded: int = 1
 
     def run(self, threads: int) -> None:
         """Run the job once on the OpenMP team; see ``Kernel.run_on_openmp_team``."""
