@@ -71,7 +71,7 @@ def test_nothing_is_released_or_aborted_after_the_end_of_the_session(
 
 def test_a_transfer_over_a_closed_channel_fails_alike() -> None:
     with grpc.insecure_channel("unix:/nowhere") as inner:
-        channel: Any = SessionChannel(inner)
+        channel = SessionChannel(inner)
         transport = StreamTransport(pb.Welcome(), CacheServiceStub(channel), channel)
     with pytest.raises(ChannelClosed):
         next(transport.read(b"lease", [pb.ChunkMatch(payload_bytes=1)], 5))

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 
@@ -150,8 +150,8 @@ class DaemonConnection:
             except grpc.FutureTimeoutError:
                 self._log_once(f"no cache daemon answers at {self._address.target}; serving without cache")
                 return False
-            session_channel: Any = SessionChannel(channel)
-            stub: Any = CacheServiceStub(session_channel)
+            session_channel = SessionChannel(channel)
+            stub: Any = CacheServiceStub(cast(Any, session_channel))
             incoming = stub.Attach(iter(outgoing.get, None))
             watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
             session: Session | None = None
@@ -189,7 +189,7 @@ class DaemonConnection:
         self,
         session: Session,
         welcome: pb.Welcome,
-        channel: grpc.Channel,
+        channel: SessionChannel,
         incoming: Iterator[pb.AttachResponse],
         outgoing: _Outgoing,
     ) -> bool:
@@ -219,7 +219,7 @@ class DaemonConnection:
         session.closed.wait()
         return True
 
-    def _open_transport(self, session: Session, welcome: pb.Welcome, channel: grpc.Channel) -> None:
+    def _open_transport(self, session: Session, welcome: pb.Welcome, channel: SessionChannel) -> None:
         if self._maps and welcome.memory_socket:
             session.transport = SharedMemoryTransport(welcome, self._gpu)
         elif self._maps:

@@ -23,6 +23,7 @@ from kvkernels import Payload
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.kv_transfer.session_channel import SessionChannel
 from kvsidecar.kv_transfer.transport import Fill
 from kvsidecar.payload_wire import decode_message
 
@@ -42,7 +43,7 @@ class StreamTransport:
 
     zero_copy = False
 
-    def __init__(self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel) -> None:
+    def __init__(self, welcome: pb.Welcome, stub: CacheServiceStub, channel: SessionChannel) -> None:
         """Create the transport; ``channel`` is the stub's."""
         self._session_id, self._stub = welcome.session_id, stub
         self._fetch: Any = channel.unary_stream(
