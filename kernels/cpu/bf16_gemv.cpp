@@ -16,8 +16,8 @@ constexpr int64_t SLAB = 32;                 // rows whose sums lie in the L1 ca
 constexpr int64_t PIECE = 64;                // words of each output: 16 KB of weights
 constexpr int64_t PIECE_BYTES = PIECE * OUTPUTS * 4;
 
-// Multiplies COLUMNS columns of one piece of a strip by a group of COUNT rows; adds to `kept`. Prefetches FETCHED lines for
-// each word from `ahead` on.
+// Multiplies COLUMNS columns of one piece of a strip by a group of COUNT rows; adds to `kept`. Prefetches FETCHED lines
+// for each word from `ahead` on.
 template <int COUNT, int COLUMNS, int FETCHED>
 void multiply(const int32_t* weight, const int32_t* x, int64_t words, int64_t count, bool begin, float* kept,
               const char* ahead) {
@@ -47,7 +47,7 @@ template <int COLUMNS, int FETCHED> auto multiply_rows(int64_t count) {
 
 // Multiplies COLUMNS columns of a strip, from `column` on, by up to SLAB rows. Each piece of the strip fits into the L1
 // cache and is multiplied by all rows before the next piece. With several groups of rows, the first ones prefetch the
-// next piece; otherwise memory would be idle. Lines go to the L2 cache: two pieces do not fit into an L1 cache of 32 KB.
+// next piece; otherwise memory would be idle. Lines go to the L2 cache: an L1 cache of 32 KB does not hold two pieces.
 // A single group reads faster without: the CPU itself prefetches memory that is read in order. Between pieces the sums
 // stay unchanged in the L1 cache.
 template <int COLUMNS> void multiply_columns(const Bf16GemvJob& job, int64_t column, int64_t first_row, int64_t rows) {

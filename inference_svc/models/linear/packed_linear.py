@@ -79,5 +79,5 @@ class PackedLinear(nn.Module):
         return self._streamed
 
     def by_onednn(self, x: Tensor) -> Tensor:
-        """Compute with oneDNN, for any number of rows; the bits are those of our kernel."""
+        """Compute with oneDNN. The bits are those of our kernel if the number of rows is a multiple of ROW_MULTIPLE."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
