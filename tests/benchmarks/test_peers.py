@@ -18,6 +18,7 @@ from benchmarks.engines import TokenSource
 from benchmarks.systems.arms import EngineArm
 from benchmarks.systems.checkpoint import KINDS, folder_of, folder_of_codes, write_gguf
 from benchmarks.systems.engine import Answer
+from benchmarks.systems.environments import Environment
 from inference_svc.models.gguf import gguf_config, gguf_file, gguf_weights
 
 _SMALL = {
@@ -117,6 +118,15 @@ def test_what_is_written_for_llama_cpp_is_the_model(tmp_path: Path, architecture
         values = torch.cat(list(weight.pieces(written, torch.float32))).view(weight.shape)
         error = (values - expected[weight.name]).abs().max() / expected[weight.name].abs().max().clamp_min(1e-9)
         assert error <= {"f16": 1e-3, "bf16": 0.01, "q8_0": 0.01, "q4_0": 0.15}[kind], weight.name
+
+
+def test_other_engines_wait_as_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KVSIDECAR_LOG_LEVEL", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+    found = Environment(Path(sys.executable)).variables()
+    left_out = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KVSIDECAR_LOG_LEVEL"}
+    assert left_out.isdisjoint(found)
+    assert found["OMP_NUM_THREADS"] == "2"
 
 
 def test_a_system_that_fails_is_dropped_and_the_rest_measured() -> None:
