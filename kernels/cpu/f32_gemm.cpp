@@ -18,8 +18,9 @@ namespace {
 
 constexpr int OUTPUTS = 32;
 constexpr int64_t BLOCK = 128;  // inputs; a widened strip and a few rows of this length fit into the L1 cache
-constexpr int64_t TILE = 192;   // rows per work item
+constexpr int64_t TILE = 264;   // most rows per work item
 constexpr int64_t SPAN_BLOCKS = 8;  // blocks before the next strip; a tile's rows of one span fit into the L2 cache
+constexpr int LINES_AHEAD = 12;  // of the next block's weights, prefetched per group of rows
 constexpr int64_t MAX_STREAMED_ROWS = 96;     // up to this many rows, weights are streamed; above, rows are transposed
 // Rows, and vectors of outputs, whose sums fit into registers.
 #if defined(__AVX512F__)
@@ -29,8 +30,10 @@ constexpr int MAX_ROWS = 6, VECTORS = 2;
 #else
 constexpr int MAX_ROWS = 6, VECTORS = 4;
 #endif
+static_assert(TILE % MAX_ROWS == 0, "groups of rows must not cross tiles");
 
 int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Accessors of input rows: row-major, and transposed with MAX_ROWS rows interleaved.
 struct RowMajorRows {
@@ -107,10 +110,20 @@ template <int BITS> struct Coded {
   }
 };
 
-// Adds the sums of one block of inputs to the sums of earlier blocks. `y` is the first row's first output.
+// Sums of rows and outputs: those of the result, or of one strip.
+struct Sums {
+  float* at;
+  int64_t stride;  // values per row
+  KVK_INLINE Sums from(int64_t row, int64_t output) const { return {at + row * stride + output, stride}; }
+  static Sums of_result(const F32GemmJob& job, int64_t row, int64_t strip) {
+    return Sums{job.y, job.outputs}.from(row, strip * OUTPUTS);
+  }
+};
+
+// Writes the sums of one block of inputs plus those of earlier blocks, and the bias after the last block, to `to`.
 template <int ROWS, class Rows, class Weights>
 void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block,
-              float* y) {
+              Sums earlier, Sums to) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
@@ -123,26 +136,32 @@ void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs,
       for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(w[n], number, sums[r][n]);
     }
   });
-  const bool first = block == 0, last = block + BLOCK >= job.inputs;
-  for (int n = 0; n < VECTORS; n++, column += LANES) {
-    const int64_t count = job.outputs - column;
-    if (count <= 0) return;
-    const Floats bias = last && job.bias ? widened(job.bias + column, count) : Floats{};
-    for (int r = 0; r < ROWS; r++) {
-      float* to = y + r * job.outputs + n * LANES;
-      Floats total = sums[r][n];
-      if (!first) total = widened(to, count) + total;
-      if (last && job.bias) total += bias;
-      narrow(to, total, count);
+  const bool first = block == 0, biased = job.bias && block + BLOCK >= job.inputs;
+  const auto add_up = [&](auto count_of) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int n = 0; n < VECTORS; n++) {
+      const int64_t count = count_of(n);
+      if (count <= 0) return;
+      const Floats bias = biased ? widened(job.bias + column + n * LANES, count) : Floats{};
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        Floats total = sums[r][n];
+        if (!first) total = widened((const float*)earlier.from(r, n * LANES).at, count) + total;
+        if (biased) total += bias;
+        narrow(to.from(r, n * LANES).at, total, count);
+      }
     }
-  }
+  };
+  // The usual case, without masks, keeps the sums in registers.
+  if (column + VECTORS * LANES <= job.outputs) add_up([](int) { return (int64_t)LANES; });
+  else add_up([&](int n) { return job.outputs - column - n * LANES; });
 }
 
 // Multiplies one block of a strip by rows, in groups of rows whose sums fit into registers. 8 + 8 rows are faster than
 // 12 + 4, because 4 rows have too few sums to hide the latency.
 template <class Rows, class Weights>
 void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block,
-                   float* y) {
+                   Sums earlier, Sums to) {
   const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
   for (int part = 0; part < OUTPUTS; part += VECTORS * LANES) {
     const int64_t column = strip * OUTPUTS + part;
@@ -150,7 +169,8 @@ void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weig
     const auto some = [&](auto number) __attribute__((always_inline)) {
       constexpr int ROWS = decltype(number)::count;
       while (count - row >= ROWS && (ROWS < MAX_ROWS || count - row != ROWS + ROWS / 3)) {
-        multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, y + row * job.outputs + column);
+        multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, earlier.from(row, part),
+                       to.from(row, part));
         row += ROWS;
       }
     };
@@ -184,11 +204,13 @@ template <class Weights> void widen(Weights weights, int64_t inputs, float* wide
 }
 
 // Many rows: transposed for sequential access, and each weight is widened once. One strip is multiplied by all blocks
-// of a span of inputs before the next strip, so that its sums stay in the caches between blocks.
+// of a span of inputs before the next strip. Between these blocks its sums are kept apart, because rows of the result
+// lie so far from each other that they evict one another from the caches. Each group of rows prefetches a part of the
+// next block's weights.
 template <class Weights>
 void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) static thread_local float transposed[SPAN_BLOCKS][TILE * BLOCK + LANES];
-  alignas(64) float wide[BLOCK * OUTPUTS];
+  alignas(64) float wide[BLOCK * OUTPUTS], kept[TILE * OUTPUTS];
   const auto rows_from = [&](int64_t row) { return smaller_of(MAX_ROWS, end - row); };
   for (int64_t span = 0; span < job.inputs; span += SPAN_BLOCKS * BLOCK) {
     const int64_t span_end = smaller_of(span + SPAN_BLOCKS * BLOCK, job.inputs);
@@ -197,14 +219,22 @@ void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64
         transpose_rows(job.x + row * job.inputs + block, job.inputs, rows_from(row),
                        smaller_of(BLOCK, job.inputs - block),
                        transposed[(block - span) / BLOCK] + (row - first) * BLOCK);
-    for (int64_t s = strip; s < last; s++)
+    for (int64_t s = strip; s < last; s++) {
+      const Sums in_result = Sums::of_result(job, first, s), in_strip = {kept, OUTPUTS};
       for (int64_t block = span; block < span_end; block += BLOCK) {
         widen(Weights::of(job.weight, s, job.inputs, block), smaller_of(BLOCK, job.inputs - block), wide);
         const float* rows = transposed[(block - span) / BLOCK];
-        for (int64_t row = first; row < end; row += MAX_ROWS)
-          multiply_rows(job, TransposedRows{rows + (row - first) * BLOCK}, rows_from(row),
-                        Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
+        const bool ends = block + BLOCK >= span_end;
+        const Sums earlier = block == span ? in_result : in_strip, to = ends ? in_result : in_strip;
+        const char* next = (const char*)Weights::of(job.weight, s + ends, job.inputs, ends ? span : block + BLOCK).at;
+        for (int64_t row = 0; row < end - first; row += MAX_ROWS) {
+#pragma GCC unroll 16
+          for (int line = 0; line < LINES_AHEAD; line++, next += 64) __builtin_prefetch(next, 0, 2);
+          multiply_rows(job, TransposedRows{rows + row * BLOCK}, rows_from(first + row), Plain<float>{(const char*)wide},
+                        s, block, earlier.from(row, 0), to.from(row, 0));
+        }
       }
+    }
   }
 }
 
@@ -215,8 +245,9 @@ void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_
   for (int64_t s = strip; s < last; s++)
     for (int64_t block = 0; block < job.inputs; block += BLOCK) {
       const auto multiply_by = [&](auto weights) {
+        const Sums sums = Sums::of_result(job, first, s);
         multiply_rows(job, RowMajorRows{job.x + first * job.inputs + block, job.inputs}, end - first, weights, s, block,
-                      job.y + first * job.outputs);
+                      sums, sums);
       };
       const Weights weights = Weights::of(job.weight, s, job.inputs, block);
       if (Weights::WIDENS_FAST || end - first <= MAX_ROWS) multiply_by(weights);
@@ -228,10 +259,12 @@ void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_
 }
 
 template <class Weights> void run(F32GemmJob& job) {
-  const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = (job.outputs + OUTPUTS - 1) / OUTPUTS;
+  if (!job.rows) return;
+  const int64_t tiles = divide_up(job.rows, TILE), strips = divide_up(job.outputs, OUTPUTS);
+  const int64_t tile_rows = divide_up(divide_up(job.rows, tiles), MAX_ROWS) * MAX_ROWS;  // tiles of about equal size
   for (int64_t unit; (unit = claim_next(&job.next_item)) < tiles * job.parts;) {
     const int64_t tile = unit % tiles, part = unit / tiles;
-    const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
+    const int64_t first = tile * tile_rows, end = smaller_of(first + tile_rows, job.rows);
     const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
     if (end - first > MAX_STREAMED_ROWS) multiply_many_rows<Weights>(job, first, end, strip, last);
     else multiply_few_rows<Weights>(job, first, end, strip, last);

@@ -10,11 +10,11 @@ from gguf import GGMLQuantizationType
 from kvkernels.cpu import code_recovery, cpu_library, f32_gemm
 
 pytestmark = pytest.mark.skipif(not cpu_library.usable_variants(), reason="no variant of the kernels runs here")
-# outputs, inputs: less than a strip, one, several; less than a block of inputs, one, several, and some more
-LAYERS = [(7, 20), (32, 128), (70, 300), (328, 320), (96, 640)]
+# outputs, inputs: less than a strip, one, several; less than a block of inputs, one, several, and more than a span
+LAYERS = [(7, 20), (32, 128), (70, 300), (328, 320), (96, 640), (40, 1300)]
 NUMBERS = ("float32", "bfloat16", "float16")
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 28, 37, 95, 96, 97, 191, 192, 193, 230)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 28, 37, 95, 96, 97, 191, 192, 193, 230, 264, 265, 529)
 
 
 @pytest.fixture(params=cpu_library.usable_variants(), autouse=True)
