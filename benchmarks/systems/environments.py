@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvsidecar.process.cpus import OPENMP_WAIT_SETTINGS
+
 ROOT = Path(__file__).parent.parent.parent
 # For each engine: the module to import, and the folder of the environment that the Makefile creates.
 _ENGINES = {
@@ -16,8 +18,6 @@ _ENGINES = {
     "llama_cpp": ("llama_cpp", ".venv-llama"),
     "openvino_genai": ("openvino_genai", ".venv-openvino"),
 }
-# How OpenMP's threads wait. Passive threads, which suit tests, slow llama.cpp's decode down to a third.
-_WAIT_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 # Allocator and OpenMP runtime that vLLM's manual recommends to preload, with the file names in search order.
 _PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
 
@@ -37,9 +37,9 @@ class Environment:
     def variables(self) -> dict[str, str]:
         """Return environment variables: with this source tree and the preloaded libraries.
 
-        Our settings and those of waiting threads are left out, so that the engine has its own.
+        Our settings and OpenMP's wait policy are left out: the policy of tests halves llama.cpp's decode speed.
         """
-        out = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_") and k not in _WAIT_SETTINGS}
+        out = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_") and k not in OPENMP_WAIT_SETTINGS}
         ours = (ROOT, ROOT / "kernels", ROOT / "clients" / "python")
         out["PYTHONPATH"] = os.pathsep.join(map(str, ours))
         if self.preloaded:

@@ -19,7 +19,7 @@ namespace {
 constexpr int OUTPUTS = 32;
 constexpr int64_t BLOCK = 128;  // inputs; a widened strip and a few rows of this length fit into the L1 cache
 constexpr int64_t TILE = 264;   // most rows per work item
-constexpr int64_t SPAN_BLOCKS = 8;  // blocks before the next strip; a tile's rows of one span fit into the L2 cache
+constexpr int64_t SPAN_BLOCKS = 8;  // blocks before the next strip; a tile's rows of one span fill an L2 cache of 1 MiB
 constexpr int LINES_AHEAD = 12;  // of the next block's weights, prefetched per group of rows
 constexpr int64_t MAX_STREAMED_ROWS = 96;     // up to this many rows, weights are streamed; above, rows are transposed
 // Rows, and vectors of outputs, whose sums fit into registers.

@@ -120,7 +120,7 @@ def test_what_is_written_for_llama_cpp_is_the_model(tmp_path: Path, architecture
         assert error <= {"f16": 1e-3, "bf16": 0.01, "q8_0": 0.01, "q4_0": 0.15}[kind], weight.name
 
 
-def test_other_engines_wait_as_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_keep_their_wait_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KVSIDECAR_LOG_LEVEL", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "2")
     found = Environment(Path(sys.executable)).variables()

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvsidecar.process.control_groups import control_groups, lines_of
 
 _SPIN_SETTING, _WAIT_SETTING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+OPENMP_WAIT_SETTINGS = (_SPIN_SETTING, _WAIT_SETTING)
 # About 0.1 ms: longer than the gaps between the operations of a forward pass.
 _SPINS = 5000
 
