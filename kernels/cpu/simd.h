@@ -159,6 +159,8 @@ KVK_INLINE Floats dot(Words a, Words b, Floats total) {
 KVK_INLINE Words extended(Halves x) {
 #if defined(__AVX512F__)  // a single instruction that GCC does not generate
   return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)x);
 #else
   return __builtin_convertvector(x, Words);
 #endif
@@ -167,6 +169,8 @@ KVK_INLINE Words extended(Halves x) {
 KVK_INLINE Words extended(Bytes x) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)x));
 #else
   return __builtin_convertvector(x, Words);
 #endif
