@@ -37,22 +37,27 @@ int64_t scratch_floats(int64_t dim) {
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // Adds the product of four rows of words and `weights [depth, width]` to the sums, for COUNT vectors of columns.
-// Weights are words, or bfloat16 that is widened.
+// Weights are words, or bfloat16 that is widened. The depth is a multiple of STEPS. With many rows, the lines of
+// the next block are soon prefetched, and short vectors gain from a loop without prefetches (not measured on AVX-512).
 template <bool PAIRED, int COUNT, class Weight>
 KVK_INLINE void multiply(Floats (&sums)[ROWS][COUNT], const float* const (&lines)[ROWS], const Weight* weights,
                          int64_t depth, int64_t width, PagePrefetch& prefetch) {
-  for (int64_t first = 0; first < depth; first += STEPS) {
-    prefetch.advance();
-    for (int64_t n = first; n < first + STEPS; n++) {
-      Floats weight[COUNT];
-      for (int p = 0; p < COUNT; p++) weight[p] = widened(weights + n * width + p * LANES);
-      for (int i = 0; i < ROWS; i++) {
-        const Floats number = splat(lines[i][n]);
-        for (int p = 0; p < COUNT; p++)
-          sums[i][p] = PAIRED ? dot((Words)weight[p], (Words)number, sums[i][p]) : fma(weight[p], number, sums[i][p]);
-      }
+  const auto step = [&](int64_t n) __attribute__((always_inline)) {
+    Floats weight[COUNT];
+    for (int p = 0; p < COUNT; p++) weight[p] = widened(weights + n * width + p * LANES);
+    for (int i = 0; i < ROWS; i++) {
+      const Floats number = splat(lines[i][n]);
+      for (int p = 0; p < COUNT; p++)
+        sums[i][p] = PAIRED ? dot((Words)weight[p], (Words)number, sums[i][p]) : fma(weight[p], number, sums[i][p]);
     }
+  };
+  int64_t n = 0;
+  while (n < depth && (LANES >= 16 || prefetch.pending())) {
+    prefetch.advance();
+    for (const int64_t end = n + STEPS; n < end; n++) step(n);
   }
+#pragma GCC unroll 4
+  for (; n < depth; n++) step(n);
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------

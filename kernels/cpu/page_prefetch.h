@@ -20,11 +20,10 @@ class PagePrefetch {
   void clear() { count_ = page_ = 0, at_ = end_ = nullptr; }
   void add(const void* page) { pages_[count_++] = (const char*)page; }
 
+  KVK_INLINE bool pending() const { return at_ != end_ || page_ != count_; }
   KVK_INLINE void advance() {
-    if (at_ == end_) {
-      if (page_ == count_) return;
-      at_ = pages_[page_++], end_ = at_ + page_bytes_;
-    }
+    if (!pending()) return;
+    if (at_ == end_) at_ = pages_[page_++], end_ = at_ + page_bytes_;
     const char *line = at_, *const stop = end_ - at_ < portion_bytes_ ? end_ : at_ + portion_bytes_;
     for (; line != stop; line += LINE) __builtin_prefetch(line, 0, 2);
     at_ = stop;
