@@ -37,8 +37,8 @@ int64_t scratch_floats(int64_t dim) {
 // ---- products -------------------------------------------------------------------------------------------------------
 
 // Adds the product of four rows of words and `weights [depth, width]` to the sums, for COUNT vectors of columns.
-// Weights are words, or bfloat16 that is widened. The depth is a multiple of STEPS. With many rows, the lines of
-// the next block are soon prefetched, and short vectors gain from a loop without prefetches (not measured on AVX-512).
+// Weights are words, or bfloat16 that is widened. The depth is a multiple of STEPS. With many rows, the next block's
+// lines are soon prefetched; vectors of up to 8 floats then use a loop without prefetches (not measured on AVX-512).
 template <bool PAIRED, int COUNT, class Weight>
 KVK_INLINE void multiply(Floats (&sums)[ROWS][COUNT], const float* const (&lines)[ROWS], const Weight* weights,
                          int64_t depth, int64_t width, PagePrefetch& prefetch) {

@@ -123,8 +123,8 @@ struct Sums {
 // Writes the sums of one block of inputs plus those of earlier blocks, and the bias after the last block, to `to`. Not
 // inlined: a function of its own has registers for the distances of all rows.
 template <int ROWS, class Rows, class Weights>
-__attribute__((noinline)) void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block,
-              Sums earlier, Sums to) {
+__attribute__((noinline)) void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs,
+                                        int64_t column, int64_t block, Sums earlier, Sums to) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
