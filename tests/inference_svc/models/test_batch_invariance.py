@@ -16,6 +16,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_graph, forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.packed_linear import PackedLinear
+from inference_svc.models.linear.plain_linear import PlainLinear, in_float32
 from inference_svc.models.linear.quantized_linear import quantize_linears
 from inference_svc.models.loader import load
 from inference_svc.models.supported_architectures import SUPPORTED
@@ -127,7 +128,7 @@ def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wa
     assert torch.equal(some, every[wanted]) if wanted else not some.numel()
 
 
-@pytest.mark.skipif(bf16_gemv.kernel() is None, reason="this CPU has no AVX512-BF16")
+@pytest.mark.skipif(BF16 and bf16_gemv.kernel() is None, reason="oneDNN computes bfloat16 here, and rounds")
 @pytest.mark.parametrize("bits", [16, 8])
 def test_logits_of_bfloat16_models_are_not_rounded(bits: int) -> None:
     """Rounded, the largest logits of a position are often equal, and the first token wins."""
@@ -139,6 +140,21 @@ def test_logits_of_bfloat16_models_are_not_rounded(bits: int) -> None:
     logits = decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, True)], pool, loaded.device))
     assert logits.dtype == torch.float32
     assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("features", "outputs"), [(64, 100), (896, 2500)])
+def test_plain_products_in_float32_are_not_rounded(features: int, outputs: int, biased: bool) -> None:
+    """As CPUs without bfloat16 compute the logits of a model that shall run in bfloat16."""
+    torch.manual_seed(outputs)
+    weight, bias = torch.randn(outputs, features).bfloat16(), torch.randn(outputs).bfloat16() if biased else None
+    layer, x = PlainLinear(weight, bias), torch.randn(68, features).bfloat16()
+    whole = in_float32(layer, x)
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert whole.dtype == torch.float32
+    assert (whole - exact).abs().max() < 1e-6 * features
+    for rows in (4, 8, 12, 64):
+        assert torch.equal(in_float32(layer, x[:rows].contiguous()), whole[:rows]), f"{rows} rows"
 
 
 @dataclass
