@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from kvkernels.cpu.cpu_attention import serves
+from kvkernels.cpu.cpu_features import native_bfloat16
 
 from benchmarks import all as everything
 
@@ -20,7 +21,9 @@ def test_kernels_are_measured_on_what_there_is(tmp_path: Path, monkeypatch: pyte
     everything.main()
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")}
     assert set(found) == {"cpu_kernels"}
-    ours = serves(torch.bfloat16, 64) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    assert found["cpu_kernels"]["summary"]["measured"] == ours
+    dtype = torch.bfloat16 if native_bfloat16() else torch.float32
+    summary = found["cpu_kernels"]["summary"]
+    assert summary["measured"] == serves(dtype, 64)
+    assert summary.get("dtype", str(dtype)) == str(dtype)
     for row in found["cpu_kernels"]["rows"]:
         assert row["max_rel_error"] < 0.02, row
