@@ -24,7 +24,7 @@ from kvkernels.cpu import f32_gemm
 from kvkernels.cpu.bf16_gemv import MAX_ROWS
 from kvkernels.cpu.cpu_attention import PAGE, Attention, SequenceRows, num_pages, serves
 from kvkernels.cpu.cpu_features import native_bfloat16
-from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
@@ -259,13 +259,14 @@ def _in_turn(layers: Sequence[Implementation]) -> Implementation:
 def moving(out: KernelComparison) -> None:
     """Measure how long it takes to pack and unpack a chunk of 24 layers and 256 tokens, at 8 bits."""
     layers, tokens, (_, kv_heads, dim) = 24, 256, MODELS["0.5b"]
-    header = new_header(Geometry(layers, kv_heads, dim, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
-    pool = [torch.randn(layers, kv_heads, 4096, dim).bfloat16() for _ in range(2)]
+    stored = DATA_TYPE_BFLOAT16 if out.dtype == torch.bfloat16 else DATA_TYPE_FLOAT32
+    header = new_header(Geometry(layers, kv_heads, dim, stored, 8), list(range(tokens)), 512)
+    pool = [torch.randn(layers, kv_heads, 4096, dim).to(out.dtype) for _ in range(2)]
     pool += [x.clone() for x in pool]
     payload, slots = torch.zeros(header.payload_bytes, dtype=torch.uint8), torch.randperm(4096)[:tokens]
     memory = memoryview(payload.numpy())
     arrays = layout_of(header).arrays(memory)
-    moved = header.payload_bytes + 2.0 * layers * tokens * kv_heads * dim * 2
+    moved = header.payload_bytes + 2.0 * layers * tokens * kv_heads * dim * out.dtype.itemsize
 
     def pack() -> Tensor:
         pack_chunk(pool[0], pool[1], slots, header, memory)

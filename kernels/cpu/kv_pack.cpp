@@ -14,15 +14,6 @@ namespace {
 constexpr int MAX_DIM = 1024;
 constexpr int64_t BLOCK = 64;  // tokens per work item, unless key groups define it
 
-KVK_INLINE Words extended_bytes(const uint8_t* from) {
-#if defined(__AVX512F__)  // one instruction, which GCC does not generate
-  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-#else
-  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-  return __builtin_convertvector(load<Bytes>(from), Words);
-#endif
-}
-
 // Returns `dim` codes as bytes; 4-bit codes are expanded into `bytes`.
 const uint8_t* codes_of(const uint8_t* from, int64_t dim, bool four, uint8_t* bytes) {
   if (!four) return from;
@@ -31,10 +22,10 @@ const uint8_t* codes_of(const uint8_t* from, int64_t dim, bool four, uint8_t* by
 }
 
 KVK_INLINE Floats codes_at(const uint8_t* codes, int64_t count) {
-  if (count >= LANES) return __builtin_convertvector(extended_bytes(codes), Floats);
-  uint8_t bytes[LANES] = {};
-  memcpy(bytes, codes, count);
-  return __builtin_convertvector(extended_bytes(bytes), Floats);
+  if (count >= LANES) return __builtin_convertvector(extended(load<Bytes>(codes)), Floats);
+  Bytes bytes = {};
+  memcpy(&bytes, codes, count);
+  return __builtin_convertvector(extended(bytes), Floats);
 }
 
 template <class T> class ChunkCopier {
@@ -117,7 +108,7 @@ template <class T> class ChunkCopier {
   float top() const { return four_ ? 15.f : 255.f; }
 
   // Widens the range [low, high] by x; NaN propagates.
-  static KVK_INLINE void widen_range(Floats& low, Floats& high, Floats x) {
+  template <class F> static KVK_INLINE void widen_range(F& low, F& high, F x) {
     low = ((x < low) | (x != x)) ? x : low;
     high = ((x > high) | (x != x)) ? x : high;
   }
@@ -128,7 +119,9 @@ template <class T> class ChunkCopier {
     constexpr float SHIFT = 12582912.f;  // adding it rounds to the nearest even integer
     const Floats near = smaller(splat(top()), larger((x - low) * inverse, Floats{}));
     const Words code = __builtin_convertvector((near + SHIFT) - SHIFT, Words);
-    for (int i = 0; i < LANES && i < count; i++) bytes[i] = (uint8_t)code[i];
+    const Bytes lowest = lowest_bytes(code);
+    if (count >= LANES) return store(bytes, lowest);
+    memcpy(bytes, &lowest, count);
   }
 
   void put_codes(uint8_t* to, const uint8_t* bytes) const {
@@ -165,14 +158,14 @@ template <class T> class ChunkCopier {
 
   void pack_values(int64_t token, int64_t head) const {
     const T* from = value(token, head);
-    float low = __builtin_inff(), high = -low;
-    for (int64_t d = 0; d < dim_; d += LANES) {
-      const Floats x = widened(from + d, dim_ - d);
-      for (int i = 0; i < LANES && d + i < dim_; i++) {
-        low = (x[i] < low || x[i] != x[i]) ? x[i] : low;
-        high = (x[i] > high || x[i] != x[i]) ? x[i] : high;
-      }
-    }
+    Floats lows = splat(__builtin_inff()), highs = -lows;
+    each_vector(dim_, KVK_EACH {
+      Floats x = widened(from + d, n);
+      for (int64_t i = n; i < LANES; i++) x[i] = x[0];
+      widen_range(lows, highs, x);
+    });
+    float low = lows[0], high = highs[0];
+    for (int i = 1; i < LANES; i++) widen_range(low, high, lows[i]), widen_range(low, high, highs[i]);
     const float scale = (high - low) / top();
     c_.value_scale[at(c_.chunk_tokens, token, head)] = scale;
     c_.value_zero[at(c_.chunk_tokens, token, head)] = low;

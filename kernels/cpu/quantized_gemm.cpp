@@ -40,7 +40,6 @@ template <int STEP = LANES / 2, int... I> KVK_INLINE Words maximum_of(Words x, I
 // Quantizes a block; writes its bytes, their scale, and their sum. An infinity or NaN becomes the scale, and so
 // propagates to all results of the row.
 template <class T> void quantize(const T* x, int64_t block, int8_t* bytes, float* scale, float* sum) {
-  typedef int8_t Bytes __attribute__((vector_size(LANES)));
   Words bits = Words{};  // bit patterns, as integers, have the order of the values; NaN is above infinity
   for (int64_t i = 0; i < block; i += LANES) bits = larger(bits, (Words)widened(x + i) & 0x7FFFFFFF);
   const float most = ((Floats)maximum_of(bits, Lanes()))[0];
@@ -49,7 +48,7 @@ template <class T> void quantize(const T* x, int64_t block, int8_t* bytes, float
   Words total = Words{};
   for (int64_t i = 0; i < block; i += LANES) {
     const Words whole = (Words)(widened(x + i) * inverse + magic) - (Words)magic;
-    store(bytes + i, __builtin_convertvector(whole, Bytes));
+    store(bytes + i, lowest_bytes(whole));
     total += whole;
   }
   *scale = most * (1 / 127.0f);

@@ -188,6 +188,19 @@ KVK_INLINE Halves shortened(Words x) {
 #endif
 }
 
+// Truncates every word to its lowest byte.
+KVK_INLINE Bytes lowest_bytes(Words x) {
+#if defined(__AVX512F__)
+  return (Bytes)_mm512_cvtepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+  const __m256i lowest = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0C080400));
+  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
+  return (Bytes)_mm_cvtsi128_si64(both);
+#else
+  return __builtin_convertvector(x, Bytes);
+#endif
+}
+
 // Rounds to the nearest even bfloat16: its bits are in the upper half, the lower half is undefined.
 KVK_INLINE Words rounded(Floats x) {
   const Words bits = (Words)x;

@@ -13,10 +13,10 @@ from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 TYPES = {torch.float32: DATA_TYPE_FLOAT32, torch.bfloat16: DATA_TYPE_BFLOAT16}
 
 
-def pools(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def pools(dtype: torch.dtype, seed: int = 0, dim: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values with an outlier channel and an outlier token, as in real models."""
     generator = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn(3, 2, 400, 32, generator=generator) for _ in range(2))
+    keys, values = (torch.randn(3, 2, 400, dim, generator=generator) for _ in range(2))
     keys[..., 5] *= 40
     keys[:, :, 0] *= 30
     values[:, :, 17] *= 20
@@ -63,10 +63,13 @@ def test_a_round_trip_loses_what_the_bits_allow(dtype: torch.dtype, bits: int, t
 @pytest.mark.skipif(loaded_library().library is None, reason=loaded_library().why)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize(("tokens", "start"), [(128, 0), (70, 128), (2, 0)])
-def test_compiled_and_reference_write_the_same_bytes(dtype: torch.dtype, bits: int, tokens: int, start: int) -> None:
-    keys, values = pools(dtype, seed=2)
-    header = new_header(Geometry(3, 2, 32, TYPES[dtype], bits), list(range(tokens)), start)
+@pytest.mark.parametrize(("tokens", "start", "dim"), [(128, 0, 32), (70, 128, 32), (2, 0, 32), (70, 0, 20), (9, 64, 6)])
+def test_compiled_and_reference_write_the_same_bytes(
+    dtype: torch.dtype, bits: int, tokens: int, start: int, dim: int
+) -> None:
+    """Also for heads whose size is no multiple of a vector, or less than one."""
+    keys, values = pools(dtype, seed=2, dim=dim)
+    header = new_header(Geometry(3, 2, dim, TYPES[dtype], bits), list(range(tokens)), start)
     slots = torch.arange(9, 9 + tokens)
     mine, theirs = (memoryview(bytearray(header.payload_bytes)) for _ in range(2))
     cpu.pack(keys, values, slots, header, mine)
