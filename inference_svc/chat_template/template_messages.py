@@ -16,11 +16,11 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.tool_calls.json_call_parser import FUNCTION_NAME
 from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
+_MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 1024, 256, 1 << 16
 # Arguments that a request may not set: the worker sets them, or they are not arguments of the template.
 _NOT_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
@@ -55,15 +55,16 @@ def check_chat(chat: pb.Chat) -> None:
             )
     if len(chat.tools) > _MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(chat.tools)} tools; at most {_MAX_TOOLS} are allowed", param="tools")
-    names = [tool.name for tool in chat.tools]
+    names = set[str]()
     for tool in chat.tools:
-        if not _NAME.fullmatch(tool.name):
+        if not FUNCTION_NAME.fullmatch(tool.name):
             raise InvalidRequest(
-                f"a tool is called {tool.name[:80]!r}; allowed are letters, digits, '_', '-' and '.', 1 to 64 of them",
+                f"a tool is called {tool.name[:160]!r}; allowed are letters, digits, '_', '-', '.', 1 to 128 of them",
                 param="tools",
             )
-        if names.count(tool.name) > 1:
+        if tool.name in names:
             raise InvalidRequest(f"two tools are called {tool.name!r}; give each a name of its own", param="tools")
+        names.add(tool.name)
 
 
 def template_arguments(chat: pb.Chat) -> dict[str, Any]:

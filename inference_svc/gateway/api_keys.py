@@ -130,7 +130,8 @@ class ApiKeys:
 
         Operators may see it. On a gateway without keys, every caller may.
         """
-        return self._is_operator_key(_sent_key(Headers(scope=scope))) or not self._any
+        headers = Headers(scope=scope)
+        return GUEST_HEADER not in headers and (self._is_operator_key(_sent_key(headers)) or not self._any)
 
     def _is_operator_key(self, given: bytes) -> bool:
         if _equal(given, self._operator):

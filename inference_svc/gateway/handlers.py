@@ -238,7 +238,8 @@ class GatewayHandlers:
         def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
             parsed = self._parser.salted(ResponsesRequest, request, raw, body)
             chat, _, _ = self._parser.chat_of_response(request, parsed)
-            return parsed.model, pb.TokenizeRequest(prompt=chat.prompts()[0])
+            salt = parsed.cache_salt.encode()
+            return parsed.model, pb.TokenizeRequest(prompt=chat.prompts()[0], tenant_salt=salt)
 
         apart = self._conversations.is_large(self.keys.tenant(request.scope))
         model, asked = await self.bodies.read(request, parse_request, apart)

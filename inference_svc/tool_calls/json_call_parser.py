@@ -13,7 +13,8 @@ from inference_svc.tool_calls.char_reader import CallDelta, CharReader, NotACall
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Function names: of OpenAI, at most 64 characters; of Anthropic, at most 128.
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -124,7 +125,7 @@ class JsonCallParser(CharReader):
 
     def _start_call(self, name: str, known: bool = False) -> Callable[[str], None]:
         """Start a call, and return the consumer of its arguments. Raises NotACall for an invalid function name."""
-        if not _NAME.fullmatch(name) or (known and name not in self._functions):
+        if not FUNCTION_NAME.fullmatch(name) or (known and name not in self._functions):
             raise NotACall
         index, dropped = self.calls, self._single and self.calls > 0
         self.calls += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvsidecar.errors import InvalidRequest
@@ -190,21 +191,23 @@ class MessagesRequest(CountTokensRequest):
     def retain_seconds(self) -> int | None:
         """The longest retention that the request asks for; None without a breakpoint."""
         top = [] if self.cache_control is None else [self.cache_control.seconds]
-        return max(top + [seconds for _, seconds in self._marks()], default=None)
+        return max(top + [seconds for _, seconds in self._marks], default=None)
 
     def _breakpoints(self) -> list[dict[str, int]]:
         """Return the breakpoints as numbers of chat messages; beyond the maximum number, only the last ones."""
         by_end: dict[int, int] = {}
-        for end, seconds in self._marks():
+        for end, seconds in self._marks:
             by_end[end] = max(by_end.get(end, 0), seconds)
         return [{"messages": end, "retain_seconds": by_end[end]} for end in sorted(by_end)[-MAX_BREAKPOINTS:]]
 
+    @cached_property
     def _marks(self) -> list[tuple[int, int]]:
-        """Return a pair for each breakpoint in tools, system prompt and messages.
+        """A pair for each breakpoint in tools, system prompt and messages.
 
-        A pair is the number of chat messages before the breakpoint, and its retention in seconds.
+        A pair is the number of chat messages before the breakpoint, and its retention in seconds. ``chat`` computes
+        the pairs, which takes long for a large body, and runs beside the event loop.
         """
-        system = [block.cache_control for block in self.system or () if not isinstance(block, str)]
+        system = [block.cache_control for block in (self.system if isinstance(self.system, list) else ())]
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool)]
         # A breakpoint in a tool ends with the first message: chat templates write the tools beside that message.
         found = [(1, mark.seconds) for mark in (*system, *tools) if mark is not None]

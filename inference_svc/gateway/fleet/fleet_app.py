@@ -21,6 +21,7 @@ from kvsidecar.errors import (
     PermissionDenied,
     Unavailable,
     UnknownModel,
+    UnknownRequest,
     UnknownResponse,
     UnsupportedOption,
 )
@@ -78,7 +79,9 @@ _FORWARDED_PATHS = (
     WARM_PATH,
     PIN_PATH,
 )
+# Paths and ids that are forwarded. A segment ".." would make the path another one.
 _KEPT_PATH = re.compile(r"[\w/-]{1,400}", re.ASCII)
+_ANSWER_ID = re.compile(r"(?!\.+$)[\w.:-]{1,400}", re.ASCII)
 _CONNECT_SECONDS = 2.0
 # The client closes an idle connection before the node does: a node's server closes it after 5 s.
 _IDLE_SECONDS = 3.0
@@ -118,6 +121,9 @@ class FleetHandlers:
 
     async def show_request(self, request: Request) -> Response:
         """Answer ``kvsidecar why``. Asks every node, because only the node that answered the request knows it."""
+        name = request.path_params["name"]
+        if not _ANSWER_ID.fullmatch(name):
+            raise UnknownRequest(f"{name[:80]!r} is no answer's id; ids have letters, digits, '_', '-', '.' and ':'")
         if not self.discovery.alive:
             raise self.discovery.none_up()
         asked = (self._calls.send(node, request, b"") for node in self.discovery.alive)

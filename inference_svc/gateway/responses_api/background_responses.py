@@ -20,10 +20,17 @@ _MAX_RUNNING, _MAX_RUNNING_PER_TENANT = 64, 16
 log = structlog.get_logger("gateway")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     tenant: Hashable
     task: asyncio.Task[None]
+    ending: bool = False
+
+    def cancel(self) -> None:
+        """Cancel the answer. A second cancellation would prevent that the final status is stored."""
+        if not self.ending:
+            self.ending = True
+            self.task.cancel()
 
 
 class BackgroundResponses:
@@ -43,8 +50,9 @@ class BackgroundResponses:
             )
 
     async def start(self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
-        """Start the answer in a task. Returns the queued response as JSON."""
+        """Start the answer in a task. Returns the queued response as JSON. Raises Overloaded."""
         queued = await writer.interim("queued")
+        self.check_capacity(tenant)  # meanwhile, others may have started
         self._store.keep(tenant, queued)
         task = asyncio.create_task(self._run(tenant, writer, pieces))
         self._running[writer.id] = _Running(tenant, task)
@@ -56,28 +64,39 @@ class BackgroundResponses:
         found = self._running.get(response_id)
         if found is None or found.tenant != tenant:
             return False
-        found.task.cancel()
+        found.cancel()
         await asyncio.wait({found.task})
         return True
 
     async def close(self) -> None:
         """Cancel all responses."""
-        tasks = {one.task for one in self._running.values()}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        running = list(self._running.values())
+        for one in running:
+            one.cancel()
+        if running:
+            await asyncio.wait({one.task for one in running})
 
     async def _run(self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]) -> None:
+        try:
+            failure = await self._answer(tenant, writer, pieces)
+            if failure is not None:
+                self._running[writer.id].ending = True
+                self._store.keep(tenant, await writer.interim("failed", failure))
+        except asyncio.CancelledError:
+            self._store.keep(tenant, await writer.interim("cancelled"))
+        finally:
+            del self._running[writer.id]
+
+    async def _answer(
+        self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]
+    ) -> Exception | None:
+        """Compute the response and store it. Returns the reason if it fails."""
         try:
             self._store.keep(tenant, await writer.interim("in_progress"))
             await writer.whole(pieces)
         except KVSidecarError as error:
-            self._store.keep(tenant, await writer.interim("failed", error))
-        except asyncio.CancelledError:
-            self._store.keep(tenant, await writer.interim("cancelled"))
+            return error
         except Exception as error:
             log.exception("a response in the background failed", id=writer.id)
-            self._store.keep(tenant, await writer.interim("failed", error))
-        finally:
-            del self._running[writer.id]
+            return error
+        return None

@@ -100,7 +100,7 @@ class ReasoningItem(_Item):
 class ItemReference(BodyModel):
     """Reference to an item of a stored response; the gateway replaces the reference by the item."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] | None = None
     id: str
 
 
@@ -109,7 +109,9 @@ class HostedItem(BaseModel):
 
     type: Literal[
         "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools",
-        "mcp_call", "local_shell_call", "local_shell_call_output", "tool_search_call", "tool_search_output",
+        "mcp_call", "mcp_approval_request", "mcp_approval_response", "local_shell_call", "local_shell_call_output",
+        "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "tool_search_call",
+        "tool_search_output",
     ]  # fmt: skip
     id: str | None = None
 

@@ -72,7 +72,7 @@ class ResponseWriter:
             "store": request.store is not False,
             "text": {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "tools": [tool.model_dump(by_alias=True) for tool in request.tools or ()],
             "truncation": request.truncation or "disabled",
             "usage": None,
         }
@@ -238,6 +238,7 @@ class ResponseWriter:
                 "input_tokens": u.prompt_tokens,
                 "input_tokens_details": {
                     "cached_tokens": u.cached_tokens,
+                    "approximate_tokens": u.approximate_tokens,
                     "cache_write_tokens": u.cache_write_tokens,
                 },
                 "output_tokens": u.generated_tokens,

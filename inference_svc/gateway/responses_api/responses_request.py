@@ -19,16 +19,21 @@ _AS_IN_CHATS = (
     "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos",
     "chat_template_kwargs",
 )  # fmt: skip
+_FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}  # those of a chat's function
 
 
 class FunctionTool(BodyModel):
-    """A function tool."""
+    """A function tool. The fields after ``strict`` have no effect."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    output_schema: Any = None
+    is_async: Any = Field(default=None, alias="async")
 
 
 class SkippedTool(BaseModel):
@@ -180,7 +185,7 @@ class ResponsesRequest(CacheFields):
                 "top_p": self.top_p,
                 **{name: getattr(self, name) for name in _AS_IN_CHATS},
                 "tools": [
-                    {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                    {"type": "function", "function": tool.model_dump(include=_FUNCTION_FIELDS)}
                     for tool in self.tools or ()
                     if isinstance(tool, FunctionTool)
                 ],

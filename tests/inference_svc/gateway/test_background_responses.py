@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+from kvsidecar.errors import Overloaded
 from openai.types.responses import Response
 
 from benchmarks.node import Node
+from inference_svc.gateway.request_runner import ChoiceChunk
+from inference_svc.gateway.responses_api.background_responses import BackgroundResponses
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.response_writer import ResponseWriter
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from tests.inference_svc.gateway.conftest import Gateway
 
 LONG: dict[str, Any] = {"max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -101,6 +110,39 @@ def test_a_tenant_has_so_many_in_the_background_and_no_more(gateway: Gateway) ->
         for response in made:
             gateway.client.responses.cancel(response.id)
     assert ended(gateway, create(gateway, max_output_tokens=2)).status == "incomplete"
+
+
+async def endless() -> AsyncIterator[ChoiceChunk]:
+    """An answer without an end."""
+    await asyncio.Event().wait()
+    yield  # type: ignore[misc]
+
+
+def writer() -> ResponseWriter:
+    return ResponseWriter(ResponsesRequest(input="hi", background=True), "m", lambda stored: None, [], [])
+
+
+async def test_responses_that_start_at_the_same_time_do_not_exceed_the_limit() -> None:
+    background = BackgroundResponses(ConversationStore())
+    started = await asyncio.gather(
+        *(background.start("t", writer(), endless()) for _ in range(40)), return_exceptions=True
+    )
+    await background.close()
+    assert sum(isinstance(one, bytes) for one in started) == 16
+    assert sum(isinstance(one, Overloaded) for one in started) == 24
+
+
+async def test_a_response_that_is_cancelled_twice_is_cancelled() -> None:
+    store = ConversationStore()
+    background = BackgroundResponses(store)
+    queued = json.loads(await background.start("t", writer(), endless()))["id"]
+
+    async def again() -> bool:
+        await asyncio.sleep(0)  # the first cancellation has reached the task, which stores the status
+        return await background.cancel("t", queued)
+
+    assert await asyncio.gather(background.cancel("t", queued), again()) == [True, True]
+    assert json.loads(store.find("t", queued).response)["status"] == "cancelled"
 
 
 def test_a_conversation_gets_the_items_when_the_response_is_complete(gateway: Gateway) -> None:

@@ -73,3 +73,17 @@ def test_options_for_the_service_around_the_model_are_taken(client: anthropic.An
     ignored: Any = {name: {"any": "value"} for name in IGNORED_OF_MESSAGES}
     assert client.messages.create(model="demo", max_tokens=1, messages=HELLO, extra_body=ignored).id
     assert client.messages.count_tokens(model="demo", messages=HELLO, extra_body=ignored).input_tokens
+
+
+@pytest.mark.parametrize(
+    "system", ["x" * 1000, [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]]
+)
+def test_a_message_is_converted_beside_the_event_loop(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``chat`` runs in a thread; what the event loop reads afterwards converts nothing again."""
+    marked = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    request = MessagesRequest(
+        model="demo", max_tokens=1, system=system, messages=[{"role": "user", "content": [marked]}]
+    )
+    request.chat()
+    monkeypatch.setattr(content_blocks.InputMessage, "chat_messages", None)
+    assert request.retain_seconds == 3600

@@ -61,6 +61,19 @@ def test_a_function_is_called_and_its_result_read(client: anthropic.Anthropic, s
     assert prompt_tokens(second.usage) > prompt_tokens(first.usage)
 
 
+def test_a_server_of_many_tools_with_long_names(client: anthropic.Anthropic) -> None:
+    """An MCP server's tools are called ``mcp__SERVER__TOOL``; Anthropic allows 128 characters, and any number."""
+    tools: Any = [NOTHING | {"name": f"{'mcp__a_long_server_name__tool_':a<125}{i:03}"} for i in range(3)]
+    choice: Any = {"type": "tool", "name": tools[1]["name"]}
+    asked = client.messages.create(
+        model="demo", max_tokens=400, messages=HELLO, tools=tools, tool_choice=choice, **GREEDY
+    )
+    assert only_block(asked).name == tools[1]["name"]
+    many: Any = [NOTHING | {"name": f"tool_{i}"} for i in range(300)]
+    few = client.messages.count_tokens(model="demo", messages=HELLO, tools=many[:200]).input_tokens
+    assert client.messages.count_tokens(model="demo", messages=HELLO, tools=many).input_tokens > 1.4 * few
+
+
 def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -> None:
     body = {"model": "demo", "max_tokens": 90, "temperature": 0, "messages": HELLO, "tools": [NOTHING]}
     found = raw_events(gateway, body | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}})

@@ -168,6 +168,8 @@ def test_strict_functions_are_kept_to_where_the_model_decides(gateway: Gateway) 
         ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
         ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "perhaps"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
+        ({"tools": [{"type": "function", "function": {"name": "f" * 129}}]}, "tools", "1 to 128 of them"),
+        ({"tools": [TOOLS[1]] * 1025}, "tools", "1025 tools; at most 1024"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "two tools are called 'get_time'"),
         ({"tools": [{"type": "search"}]}, "tools.0.type", "search"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}],

@@ -20,7 +20,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import ValidationError
 
 from benchmarks.node import free_port
-from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.api_keys import GUEST_HEADER, ApiKeys
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.routes import create_app
 from inference_svc.gateway.tenant_keys import load_tenants
@@ -139,6 +139,10 @@ def test_who_is_an_operator(file: Path) -> None:
         "guest",
     ]
     assert [key for key in ("alice", "chief", "") if keys.may_see_load(scope(key))] == ["chief"]
+    forwarded = scope("chief")
+    forwarded["headers"].append((GUEST_HEADER.encode(), b"1"))
+    assert not keys.is_operator(forwarded), "a fleet sent it with its key, for a guest"
+    assert not keys.may_see_load(forwarded)
     assert keys.salt(scope("guest"), "anything") == "anything"
 
 

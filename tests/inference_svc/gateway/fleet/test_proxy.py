@@ -42,6 +42,19 @@ async def test_nobody_is_asked_about_what_is_short_or_not_to_be_reused() -> None
     assert len(warm.prompts) + len(cold.prompts) == 2
 
 
+@pytest.mark.parametrize(
+    "name", ["%2E%2E/serving", "..%2Fserving", "%2E%2E", "x%2F%2E%2E%2F..%2Fserving", "a%3Fb", "a%20b"]
+)
+async def test_a_path_is_no_answers_id(name: str) -> None:
+    """Nodes take the fleet's key for an operator's, so a caller must not choose the path."""
+    node = Peer(served=SERVED | {"busy": 7})
+    async with fleet_of(node) as (client, _):
+        answer = await client.get(f"/kvsidecar/v1/requests/{name}")
+    assert answer.status_code == 404
+    assert "busy" not in answer.text
+    assert not node.prompts
+
+
 async def test_adapters_are_for_the_nodes_own_gateways() -> None:
     node = Peer()
     async with fleet_of(node) as (client, _):
