@@ -170,6 +170,9 @@ class Engine:
                 done.set_result(work())
             except Exception as error:
                 done.set_exception(error)
+            except BaseException as error:
+                done.set_exception(Unavailable(f"the engine ended: {error}"))
+                raise
 
         if not self._events.post(EngineTask(run, done.set_exception)):
             raise self._why_not()

@@ -28,6 +28,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import layerwise_load as gates
+from inference_svc.model_runner.engine_lost import EngineLost
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.models.loader import load
 from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, NullKVConnector, SaveCallback
@@ -218,6 +219,20 @@ def test_a_step_that_hangs_is_an_ailment_until_it_ends(monkeypatch: pytest.Monke
         eventually(lambda: engine.ailment == "")
     time.sleep(0.15)
     assert engine.ailment == "", "waiting for requests is no step"
+    engine.stop()
+
+
+def test_work_that_ends_the_engine_tells_its_caller() -> None:
+    engine = small_engine(4096)
+
+    def lose() -> None:
+        raise EngineLost("a layer's copy hangs")
+
+    with ThreadPoolExecutor(1) as threads:
+        work = threads.submit(engine.between_steps, lose)
+        with pytest.raises(Unavailable, match="a layer's copy hangs"):
+            work.result(20)
+    eventually(engine.died.done)
     engine.stop()
 
 
