@@ -127,7 +127,9 @@ class IncrementalDetokenizer:
             start, end = found
             self.stopped_by = self._held[start:end]
             return calls + self._held[: end if self._keeps_stop else start]
-        markers = self._calls.openings if self._calls is not None else ()
+        markers: tuple[str, ...] = ()
+        if self._calls is not None:
+            markers = self._calls.openings if self._begun else (*self._calls.openings, *self._calls.start)
         return calls + self._take_all_but_beginning_of(*self._stop, *markers)
 
     def _skip_calls(self, calls: CallMarkers) -> str:
@@ -140,11 +142,12 @@ class IncrementalDetokenizer:
                     return out + self._take_all_but_beginning_of(*calls.ends)
                 self._in_call, taken = False, ended[1]
             else:
-                begun = self._begun
-                self._begun = begun or bool(self._held.strip())
+                beginning = self._held.lstrip()
                 opened = _first(self._held, calls.openings)
-                if not begun and self._held.lstrip().startswith(calls.start):
+                if not self._begun and beginning.startswith(calls.start):
                     opened = 0, len(self._held)
+                # A marker may arrive in parts.
+                self._begun |= opened is not None or not any(one.startswith(beginning) for one in calls.start)
                 stopped = _first(self._held, self._stop)
                 if opened is None or (stopped is not None and stopped[0] < opened[0]):
                     return out
