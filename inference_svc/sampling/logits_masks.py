@@ -35,7 +35,7 @@ def apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) 
             scores[i, :vocabulary].masked_fill_(denied[:vocabulary], -inf)
     for i, s in enumerate(samplers):
         if s.params.allowed_tokens is not None:
-            kept = torch.tensor(sorted(s.params.allowed_tokens), device=device)
+            kept = s.params.allowed_ids.to(device)
             values = scores[i, kept]
             scores[i].fill_(-inf)
             scores[i, kept] = values
@@ -51,7 +51,8 @@ def apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) 
 
 def apply_logit_bias(scores: Tensor, samplers: list[SamplingState]) -> None:
     """Adds the biases of each row to ``scores [rows, padded vocabulary]``."""
-    biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
+    biased = [(i, *s.params.biases) for i, s in enumerate(samplers) if s.params.logit_bias]
     if biased:
-        at, ids, biases = (torch.tensor(column, device=scores.device) for column in zip(*biased, strict=True))
-        scores.index_put_((at, ids), biases.float(), accumulate=True)
+        rows = torch.cat([torch.full_like(ids, i) for i, ids, _ in biased])
+        ids, biases = torch.cat([ids for _, ids, _ in biased]), torch.cat([biases for _, _, biases in biased])
+        scores.index_put_((rows.to(scores.device), ids.to(scores.device)), biases.to(scores.device), accumulate=True)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
+import torch
 from kvsidecar.errors import InvalidRequest
+from torch import Tensor
 
 # At lower temperatures any difference between two logits makes the less likely token impossible, so sampling is greedy.
 GREEDY_BELOW = 1e-5
@@ -70,12 +74,29 @@ class SamplingParams:
         """True if a penalty needs token counts."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
+    # The sampler needs these tensors at every step. ``check`` builds them, so that no engine thread does.
+
+    @cached_property
+    def allowed_ids(self) -> Tensor:
+        """``allowed_tokens`` in ascending order, int64 on the CPU; empty for None."""
+        tokens = self.allowed_tokens or frozenset[int]()
+        return torch.from_numpy(np.sort(np.fromiter(tokens, np.int64, len(tokens))))
+
+    @cached_property
+    def biases(self) -> tuple[Tensor, Tensor]:
+        """The tokens of ``logit_bias``, int64, and their biases, float32, on the CPU."""
+        return torch.tensor(list(self.logit_bias), dtype=torch.int64), torch.tensor(
+            list(self.logit_bias.values()), dtype=torch.float32
+        )
+
     def check(self, vocabulary: int) -> None:
         """Raises InvalidRequest for a token outside the model's vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("allowed_tokens", self.allowed_tokens or ())):
-            wrong = next((i for i in ids if i >= vocabulary), None)
-            if wrong is not None:
-                raise InvalidRequest(f"{name} has token {wrong}, outside the vocabulary of {vocabulary}", param=name)
+        for name, ids in (("logit_bias", self.biases[0]), ("allowed_tokens", self.allowed_ids)):
+            wrong = ids[ids >= vocabulary]
+            if len(wrong):
+                raise InvalidRequest(
+                    f"{name} has token {int(wrong[0])}, outside the vocabulary of {vocabulary}", param=name
+                )
 
 
 def _within(name: str, value: float, holds: bool, allowed: str) -> None:

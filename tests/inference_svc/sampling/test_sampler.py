@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,26 @@ def test_a_mask_leaves_only_what_it_allows() -> None:
     (nothing,) = sample(impossible[None], [sampler])
     assert isinstance(nothing, GenerationFailed)
     assert "no token may be drawn" in str(nothing)
+
+
+class Counted(frozenset[int]):
+    """Tokens that count how often they are listed."""
+
+    listed = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.listed += 1
+        return super().__iter__()
+
+
+def test_a_long_list_is_converted_once() -> None:
+    """Before the engine's steps, which all streams wait for."""
+    tokens = Counted(range(0, 5, 2))
+    sampler = SamplingState(SamplingParams(seed=1, allowed_tokens=tokens, logit_bias={0: 5, 1: 5}))
+    sampler.params.check(len(LOGITS))
+    before = tokens.listed
+    assert {one(sampler) for _ in range(100)} <= {0, 2, 4}
+    assert tokens.listed == before
 
 
 def test_logprobs_are_among_what_may_be_drawn() -> None:
