@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -54,16 +55,29 @@ class RestartingProcess:
     _terminated: bool = False
 
     async def keep_running(self, stop: asyncio.Event) -> str:
-        """Run and restart the process until ``stop``. Returns the reason if it cannot start; empty after a stop."""
+        """Run and restart the process until ``stop``. Returns the reason if it ends earlier; empty after a stop."""
+        try:
+            return await self._run_again_until(stop)
+        except Exception as error:
+            log.exception("a process is not restarted any more", name=self.name)
+            return f"{self.name} is not restarted any more: {error}"
+
+    async def _run_again_until(self, stop: asyncio.Event) -> str:
         backoff = RestartBackoff(_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS)
         while not stop.is_set():
-            code = await self._run_once()
+            try:
+                code, error = await self._run_once(), ""
+            except (OSError, subprocess.SubprocessError) as failure:  # for example, the node has too many processes
+                code, error = _FAILED, str(failure)
             if stop.is_set():
                 break
             if not self.served and code in (_FAILED, _BAD_SETTINGS):
-                return f"{self.name} could not start; its message is above"
+                return f"{self.name} could not start" + (f": {error}" if error else "; its message is above")
             pause = backoff.pause(time.monotonic() - self._started)
-            log.warning("process died, starting it again", name=self.name, code=code, pause_seconds=pause)
+            if error:
+                log.error("process cannot be started, trying again", name=self.name, error=error, pause_seconds=pause)
+            else:
+                log.warning("process died, starting it again", name=self.name, code=code, pause_seconds=pause)
             await asyncio.sleep(pause)
         return ""
 
@@ -112,11 +126,20 @@ class RestartingProcess:
         """
         if self.probe is None:
             return False
-        silent_seconds = 0.0
+        silent_seconds, problem = 0.0, ""
         try:
             while True:
                 began = time.monotonic()
-                answered = await self.probe.answers(process.pid)
+                try:
+                    answered = await self.probe.answers(process.pid)
+                except (
+                    Exception
+                ) as error:  # of the supervisor, for example without a free descriptor: no reason to kill
+                    if problem != (problem := str(error)):
+                        log.warning("a process cannot be probed, trying again", name=self.name, error=problem)
+                    await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
+                    continue
+                problem = ""
                 if answered:
                     silent_seconds = 0.0
                     self._set_report(replace(self.report, state=SERVING))

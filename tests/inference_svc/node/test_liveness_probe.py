@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,6 +92,55 @@ async def test_a_child_that_does_not_answer_or_says_not_serving_is_killed_and_st
         assert time.monotonic() - began >= LIVENESS_SECONDS / 2
         assert (child.report.kills, child.report.deaths) == (1, 0)
         assert read_reports(tmp_path, os.getpid())["worker-0"] == child.report
+
+
+async def test_a_start_that_the_system_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example with EAGAIN: a cgroup has too many processes, mostly while another one starts, too."""
+    spawn, refused = asyncio.create_subprocess_exec, list[Any]()
+
+    async def refuse(*command: Any, **options: Any) -> Any:
+        refused.append(command)
+        if len(refused) < 3:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await spawn(*command, **options)
+
+    async with supervised(tmp_path) as child:
+        await asyncio.wait_for(child.ready.wait(), DEADLINE_SECONDS)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+        first = child.process
+        assert first is not None
+        first.kill()
+        await until_async(lambda: child.process is not first and child.report.state == SERVING, DEADLINE_SECONDS)
+        assert len(refused) == 3
+
+
+async def test_a_node_whose_first_start_the_system_refuses_says_so(tmp_path: Path) -> None:
+    child = RestartingProcess("worker-0", [str(tmp_path / "none")])
+    assert re.match(r"worker-0 could not start: .*No such file", await child.keep_running(asyncio.Event()))
+
+
+class BrokenProbe(GrpcProbe):
+    """A probe that raises while the supervisor has no free descriptor."""
+
+    broken = True
+
+    async def answers(self, pid: int) -> bool:
+        if self.broken:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await super().answers(pid)
+
+
+async def test_a_probe_that_the_system_refuses_is_tried_again_and_kills_nothing(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as child:
+        child.probe = probe = BrokenProbe(tmp_path / "worker-0.sock")
+        await asyncio.sleep(1.5 * LIVENESS_SECONDS)
+        assert child.report.state == STARTING
+        probe.broken = False
+        await asyncio.wait_for(child.ready.wait(), DEADLINE_SECONDS)
+        process, probe.broken = child.process, True
+        await asyncio.sleep(1.5 * LIVENESS_SECONDS)
+        assert child.process is process
+        assert child.report.kills == 0
 
 
 async def test_a_child_may_be_silent_while_it_drains(tmp_path: Path) -> None:
