@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
+from kvsidecar import keys
 from kvsidecar.byte_sizes import parse_size
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import ConfigurationError
@@ -21,7 +22,6 @@ from kvsidecar.tenants_file import find_by_token, parse_token_digest, read_table
 from cache_daemon.auth.principal import Principal
 from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 
-MAX_SALT_BYTES = 256
 TenantId = Callable[[bytes], bytes]
 
 UNLIMITED = TenantLimits()
@@ -190,8 +190,8 @@ class _TenantsFileParser:
             salt = salt_of_table(table)
         except ValueError as error:
             self._refuse(where, str(error))
-        if len(salt) > MAX_SALT_BYTES:
-            self._refuse(where, f"its salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are allowed")
+        if len(salt) > keys.MAX_SALT_BYTES:
+            self._refuse(where, f"its salt has {len(salt)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
         return Principal(name, tenants=frozenset([salt]))
 
     def _limits(self, table: dict[str, Any], where: str) -> TenantLimits:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kvsidecar import keys
+from kvsidecar import chunk_layout, keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS, MAX_CUTS, MAX_TTL_SECONDS
@@ -16,8 +16,7 @@ from kvsidecar.errors import InvalidRequest, LimitExceeded
 from kvsidecar.retained_prefixes import MAX_RETAINED_PREFIXES, RetainedPrefixes, retained_prefixes
 
 MESSAGE_BYTES = 1 << 20
-MAX_TOKENS = 1 << 20
-MAX_PROBES = 4096
+MAX_TOKENS, MAX_PROBES = chunk_layout.MAX_MATCH_TOKENS, chunk_layout.MAX_PROBES
 MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64

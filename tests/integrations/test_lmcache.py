@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, TOKEN_BYTES, L2ObjectStore, ObjectName
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.condition_wait import until
@@ -101,6 +102,25 @@ def test_locks_are_leases(node: Node) -> None:
     one.unlock(NAMES[:1])
     until(lambda: not leases(node))  # releases are not waited for
     assert one.load(NAMES[:1], [into]) == [False]
+    one.close()
+
+
+@pytest.mark.parametrize(("count", "size"), [(298, 128 << 20), (4100, 50)])
+@pytest.mark.parametrize("possible", [False, True])
+def test_a_lookup_of_more_than_a_match_may_ask_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch, count: int, size: int, possible: bool
+) -> None:
+    """A long prompt of a large model. ``possible``: the index summary excludes nothing."""
+    if possible:
+        monkeypatch.setattr(Session, "may_contain_content", lambda self, root, ids: True)
+    one = keeper(node, "long")
+    one.store(NAMES[:2], [object_of(0, 50), object_of(1, 50)])
+    names = [NAMES[0], *(ObjectName(b"", b"absent %d" % i) for i in range(count)), NAMES[1]]
+    session = one._connection.session
+    assert one.lock(names, [50, *[size] * count, 50]) == [True, *[False] * count, True]
+    assert one._connection.session is session, "the leases of other lookups live on"
+    one.unlock(names)
+    until(lambda: not leases(node))
     one.close()
 
 

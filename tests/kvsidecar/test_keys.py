@@ -49,6 +49,14 @@ def test_everything_that_changes_the_bytes_changes_the_namespace(change: dict[st
     assert keys.namespace_id(descriptor(**change)) != keys.namespace_id(descriptor())
 
 
+def test_a_long_salt_is_hashed() -> None:
+    assert keys.text_salt("Zoë") == "Zoë".encode()
+    assert keys.text_salt("a" * 256) == b"a" * 256
+    long = [keys.text_salt("語" * 100), keys.text_salt("語" * 101)]
+    assert long[0] != long[1]
+    assert all(len(salt) <= keys.MAX_SALT_BYTES and salt.startswith(b"\xff") for salt in long)
+
+
 def test_escaping_keeps_fields_apart() -> None:
     one = descriptor(architecture="A\nlayers=9")
     other = descriptor(architecture="A\\nlayers=9")

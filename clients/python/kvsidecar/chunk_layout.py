@@ -31,8 +31,9 @@ STORAGE_TYPE: dict[int, str] = {DATA_TYPE_FLOAT32: "<f4", DATA_TYPE_FLOAT16: "<u
 KEY_GROUP_TOKENS = {16: 0, 8: 256, 4: 32}
 SINK_TOKENS = 4
 MAX_CHUNK_TOKENS = 4096
-# Maximal number of chunk ends in a Match.
+# Maximal numbers in a Match: of chunk ends, of tokens, and of content probes.
 MAX_CUTS = 8192
+MAX_MATCH_TOKENS, MAX_PROBES = 1 << 20, 4096
 # Longest TTL of a request: 30 days.
 MAX_TTL_SECONDS = 30 * 86400
 

@@ -19,6 +19,8 @@ HASH_BYTES = 32
 FORMAT_VERSION = 2
 QUANTIZER_VERSION = 1
 MAX_SALT_BYTES = 256
+# UTF-8 text never contains the byte 0xff, so no client can choose a text that equals such a salt.
+_LONG_SALT = b"\xffkvsidecar/salt/1"
 TOKEN_BYTES = 4
 
 # No purpose is a prefix of another purpose, so the end of a purpose is unambiguous.
@@ -53,6 +55,12 @@ def namespace_id(descriptor: NamespaceDescriptor) -> bytes:
 def tenant_root(namespace: bytes, tenant_salt: bytes) -> bytes:
     """Return the root of a tenant's chunks in a namespace; tenants with different salts share nothing."""
     return _hash(_ROOT, namespace, _sized(tenant_salt))
+
+
+def text_salt(text: str) -> bytes:
+    """Return the tenant salt of an engine's ``cache_salt``: its bytes in UTF-8, or a hash if they are too many."""
+    salt = text.encode("utf-8", "surrogatepass")
+    return salt if len(salt) <= MAX_SALT_BYTES else _LONG_SALT + hashlib.sha256(salt).digest()
 
 
 def tenant_id(tenant_salt: bytes) -> bytes:

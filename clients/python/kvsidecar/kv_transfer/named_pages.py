@@ -70,6 +70,8 @@ class NamedPages:
     ) -> LeasedPages | None:
         """Find and lease stored pages; all requested pages must differ.
 
+        One call may ask for ``MAX_PROBES`` pages with ``MAX_MATCH_TOKENS`` tokens together.
+
         Returns None when the index summary contains none of the pages. Raises grpc.RpcError and ValueError.
         """
         root = keys.tenant_root(self.namespace, salt)
@@ -82,21 +84,21 @@ class NamedPages:
     def _find(
         self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes, hints: CacheHints
     ) -> LeasedPages | None:
-        tokens, probes = list[int](), list[pb.ContentProbe]()
-        for page in pages:
+        tokens, probes, asked = list[int](), list[pb.ContentProbe](), dict[int, int]()
+        for i, page in enumerate(pages):
             ids = page.token_ids()
             if session.may_contain_content(root, ids):
+                asked[len(tokens)] = i
                 probes.append(pb.ContentProbe(start=len(tokens), tokens=len(ids)))
-            tokens += ids
+                tokens += ids
         if not probes:
             return None
         # The order is reversed, so that a prompt's first pages count as used last and are evicted last: later pages are
         # useless without them.
         found = self.lookup.match(session, tokens, salt, contents=probes[::-1], hints=hints)
-        starts = {at: i for i, at in enumerate(_starts(pages))}
-        stored = {starts[match.start]: match.match for match in found.contents}
-        if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[0].tokens:
-            stored[0] = found.matches[0]  # the first page matches as a prefix, and content matches do not repeat it
+        stored, first = {asked[match.start]: match.match for match in found.contents}, asked[0]
+        if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[first].tokens:
+            stored[first] = found.matches[0]  # it matches as a prefix, and content matches do not repeat it
         return LeasedPages(found, stored)
 
     def _prefetch(self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes) -> list[bytes]:
@@ -158,11 +160,3 @@ class NamedPages:
             for i, is_there, is_fresh in zip(group, written.stored, written.newly_stored, strict=True):
                 stored[i], newly_stored[i] = is_there, is_fresh
         return WriteResult(tuple(stored), tuple(newly_stored))
-
-
-def _starts(pages: Sequence[NamedPage]) -> list[int]:
-    out, at = [], 0
-    for page in pages:
-        out.append(at)
-        at += page.tokens
-    return out

@@ -176,7 +176,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
 def name_of(key: ObjectKey) -> ObjectName:
     """Return the object name for a key. As with other engines, the key's cache salt is the tenant's salt."""
     name = json.dumps([key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id])
-    return ObjectName(key.cache_salt.encode("utf-8", "surrogatepass"), name.encode())
+    return ObjectName(keys.text_salt(key.cache_salt), name.encode())
 
 
 def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
-from kvsidecar.chunk_layout import Geometry
+from kvsidecar.chunk_layout import MAX_MATCH_TOKENS, MAX_PROBES, Geometry
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable, from_rpc
 from kvsidecar.kv_transfer.chunk_writer import WriteResult
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
@@ -99,7 +99,7 @@ class L2ObjectStore:
             for i, is_there, is_fresh in zip(these, written.stored, written.newly_stored, strict=True):
                 there[i], fresh[i] = is_there, is_fresh
 
-        self._by_tenant("storing", names, of_tenant)
+        self._by_tenant("storing", names, list(map(len, objects)), of_tenant)
         return WriteResult(tuple(there), tuple(fresh))
 
     def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
@@ -125,7 +125,7 @@ class L2ObjectStore:
             for at in held.pages:
                 done[these[at]] = True
 
-        self._by_tenant("looking up", names, of_tenant)
+        self._by_tenant("looking up", names, sizes, of_tenant)
         return done
 
     def unlock(self, names: Sequence[ObjectName]) -> None:
@@ -176,7 +176,7 @@ class L2ObjectStore:
                 if own is not None:
                     self._pages.release(own.held, own.completed())
 
-        self._by_tenant("loading", names, of_tenant)
+        self._by_tenant("loading", names, list(map(len, targets)), of_tenant)
         return done
 
     def delete(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
@@ -205,7 +205,7 @@ class L2ObjectStore:
                         raise
                 done[these[at]] = True
 
-        self._by_tenant("deleting", names, of_tenant)
+        self._by_tenant("deleting", names, sizes, of_tenant)
         return done
 
     def _copied(self, held: LeasedPages, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
@@ -236,13 +236,26 @@ class L2ObjectStore:
         return self._pages.find(session, pages, names[these[0]].salt)
 
     def _by_tenant(
-        self, what: str, names: Sequence[ObjectName], work: Callable[[Session, bytes, list[int]], Any]
+        self,
+        what: str,
+        names: Sequence[ObjectName],
+        sizes: Sequence[int],
+        work: Callable[[Session, bytes, list[int]], Any],
     ) -> None:
-        """Run ``work`` once for each tenant. A failed call is logged, and its objects count as missing."""
-        of: dict[bytes, list[int]] = defaultdict(list)
-        for i, name in enumerate(names):
-            of[name.salt].append(i)
-        for salt, these in of.items():
+        """Run ``work`` for the objects of each tenant, in groups that fit into one lookup.
+
+        A failed call is logged, and its objects count as missing.
+        """
+        groups, latest = list[tuple[bytes, list[int]]](), dict[bytes, tuple[list[int], int]]()
+        for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            these, tokens = latest.get(name.salt, ([], 0))
+            tokens += tokens_of(size)
+            if not these or len(these) == MAX_PROBES or tokens > MAX_MATCH_TOKENS:
+                these, tokens = [], tokens_of(size)
+                groups.append((name.salt, these))
+            these.append(i)
+            latest[name.salt] = these, tokens
+        for salt, these in groups:
             session = self._connection.session
             if session is None:
                 return

@@ -7,11 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvsidecar.keys import MAX_SALT_BYTES
+from kvsidecar.keys import text_salt
 
 # UTF-8 text never contains the byte 0xff, so no client can choose a cache_salt that equals one of these salts.
 _ADAPTER = b"\xffkvsidecar/lora/1"
-_LONG = b"\xffkvsidecar/salt/1"
 _SINCE = b"\xffkvsidecar/since/1"
 
 
@@ -51,11 +50,11 @@ def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
 
     It depends on the request's ``cache_salt`` and LoRA adapter.
     """
-    salt = (request.cache_salt or "").encode("utf-8", "surrogatepass")
+    text = request.cache_salt or ""
     if request.lora_request is not None:
-        adapter = adapters.digest_of(request.lora_request)
+        salt, adapter = text.encode("utf-8", "surrogatepass"), adapters.digest_of(request.lora_request)
         return _ADAPTER + hashlib.sha256(len(salt).to_bytes(4, "little") + salt + adapter).digest()
-    return salt if len(salt) <= MAX_SALT_BYTES else _LONG + hashlib.sha256(salt).digest()
+    return text_salt(text)
 
 
 def generation_salt(generation: bytes, salt: bytes) -> bytes:
