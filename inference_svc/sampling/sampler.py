@@ -180,16 +180,27 @@ def _weights(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> Ten
         least /= temperatures
     limited = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
     if limited:
-        most = max(params[i].top_k for i in limited)
-        whole = len(limited) == len(params)
-        ranked = torch.topk(scores if whole else scores[limited], most).values
-        at = torch.tensor([params[i].top_k - 1 for i in limited], device=device)
-        last = ranked.gather(1, at[:, None])[:, 0]
+        last = _kth_largest(scores, limited, [params[i].top_k for i in limited])
         # Tokens with the same logit as the k-th token also remain.
         least[limited] = torch.maximum(least[limited], last)
     if torch.isfinite(least).any():
         scores.masked_fill_(scores < least[:, None], -inf)
     return torch.softmax(scores, -1)
+
+
+def _kth_largest(scores: Tensor, rows: list[int], ks: list[int]) -> Tensor:
+    """Returns the k-th largest score of each of the ``rows``; ``ks`` has their numbers k.
+
+    Uses NumPy on the CPU: for a row of 150k tokens and k = 20, torch needs 0.9 ms and NumPy 0.3 ms, and torch's time
+    increases with the largest k of all rows.
+    """
+    if scores.device.type == "cpu":
+        values, count = scores.numpy(), scores.shape[1]
+        return torch.tensor(
+            [float(np.partition(values[i], count - k)[count - k]) for i, k in zip(rows, ks, strict=True)]
+        )
+    ranked = torch.topk(scores if len(rows) == len(scores) else scores[rows], max(ks)).values
+    return ranked.gather(1, torch.tensor(ks, device=scores.device)[:, None] - 1)[:, 0]
 
 
 def _inverse_cdf(part: Tensor, sums: Tensor, reached: Tensor, uniforms: list[float]) -> tuple[list[int], Tensor]:
