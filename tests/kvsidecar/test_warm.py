@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_a_list_has_a_prompt_a_line(tmp_path: Path) -> None:
         (":1", ["prompt"]),
         (":3", ["messages", "tools"]),
     ]
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    """JSON permits Unicode's other separators inside of texts."""
+    listed, text = tmp_path / "prompts.jsonl", "one\u2028two\x85three"
+    listed.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert [found.fields for found in texts([listed])] == [{"prompt": text}]
 
 
 @pytest.mark.parametrize(

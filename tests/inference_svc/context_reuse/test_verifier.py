@@ -147,6 +147,8 @@ def test_prompts_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
     broken.write_text('{"documents": ["a", "b"], "question": "c"}\n{"documents": 3}\n')
     with pytest.raises(InvalidRequest, match="line 2"):
         read_questions(broken)
+    broken.write_text('{"documents": ["a\u2028", "b"], "question": "c"}\n', encoding="utf-8")
+    assert read_questions(broken) == [Question(("a\u2028", "b"), "c")], "a line ends at a newline alone"
 
 
 def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

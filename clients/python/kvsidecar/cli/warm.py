@@ -121,7 +121,7 @@ def _of_file(path: Path) -> list[Text]:
     content = path.read_text(encoding="utf-8")
     if path.suffix != _LISTS:
         return [Text(str(path), {"prompt": content})] if content.strip() else []
-    lines = ((i, line) for i, line in enumerate(content.splitlines(), 1) if line.strip())
+    lines = ((i, line) for i, line in enumerate(content.split("\n"), 1) if line.strip())
     return [Text(f"{path}:{i}", _prompt(f"{path}:{i}", line)) for i, line in lines]
 
 
