@@ -209,9 +209,7 @@ def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]
 def read_questions(path: Path) -> list[Question]:
     """Read JSONL of ``{"documents": [...], "question": "..."}``. Raises InvalidRequest with the line number."""
     out = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip().split("\n"), 1):
         try:
             given = json.loads(line)
             out.append(Question(tuple(given["documents"]), given["question"]))

@@ -32,6 +32,10 @@ class Refusal:
     status: int = 403
 
 
+# Ends of the names of Kubernetes' Services: NAME.NAMESPACE.svc, and the same with the usual domain of a cluster.
+_SERVICE_NAMES = (".svc", ".svc.cluster.local")
+
+
 class OriginPolicy:
     """Rules for one gateway's address and the hosts and origins that its operator allows."""
 
@@ -41,7 +45,7 @@ class OriginPolicy:
         self._origins, self._any_origin = set(config.origins), "*" in config.origins
         if not config.for_this_machine:
             self._hosts.add(socket.gethostname().lower())
-        self._single_labels = not config.for_this_machine
+        self._local_names = not config.for_this_machine
 
     def refusal(self, scope: Scope) -> Refusal | None:
         """Return the refusal of an HTTP request, or None if the policy allows it."""
@@ -71,15 +75,15 @@ class OriginPolicy:
     def _is_own(self, name: str) -> bool:
         """Return whether a host name is safe from DNS rebinding, or the operator allows it.
 
-        Safe names are IP addresses and, on a local network, single-label names: an attacker's DNS server answers for
-        neither.
+        Safe names are IP addresses and, beyond this machine, single-label names and those of Kubernetes' Services: an
+        attacker's DNS server answers for none of them.
         """
         if self._any_host or name in self._hosts or name.endswith(".localhost"):
             return True
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return self._single_labels and "." not in name
+            return self._local_names and ("." not in name or name.endswith(_SERVICE_NAMES))
         return True
 
     def _lets_in(self, origin: str, host: str) -> bool:

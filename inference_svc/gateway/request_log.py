@@ -14,12 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway.answer_summary import SUMMARY_HEADER, summary_comment, summary_of
 from inference_svc.gateway.explain_header import EXPLAIN_HEADER, MISS_HEADER, miss_text
+from inference_svc.gateway.health_routes import HEALTH_PATHS
 
 log = structlog.get_logger("gateway")
 
 # Probes, scrapers and the page request these paths every few seconds, so these requests are logged at debug level.
 _DEBUG_PATHS, _DEBUG_PREFIXES = (
-    frozenset({"/", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json"}),
+    frozenset({"/", *HEALTH_PATHS, "/metrics", "/version", "/openapi.json"}),
     ("/page/", "/kvsidecar/"),
 )
 _LONGEST_PATH = 120

@@ -13,6 +13,7 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import socket_path
 from kvsidecar.worker_targets import target_of
 
+from cache_daemon.config import DaemonConfig
 from inference_svc.node.supervisor import ServeConfig
 from inference_svc.server.worker_config import WorkerConfig
 
@@ -47,6 +48,13 @@ def test_an_unknown_variable_names_a_near_one_by_what_is_its_own(
     with pytest.raises(ConfigurationError) as raised:
         read_settings(ServeConfig, {}, None)
     assert str(raised.value) == f"{name} is in the environment and is no setting{hint}; unset it, or see --help"
+
+
+@pytest.mark.parametrize("name", ["KVSIDECAR_API_KEY", "KVSIDECAR_BENCH_VLLM", "KVSIDECAR_CACHE_STAGING_DIR"])
+def test_variables_of_commands_may_be_exported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    for settings in (ServeConfig, DaemonConfig):
+        read_settings(settings, {}, None)
 
 
 @pytest.mark.parametrize("text", ["w.sock", "run/w.sock", "./w.sock", "unix:run/w.sock", "/run/w.sock"])

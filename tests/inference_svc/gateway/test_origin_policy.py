@@ -85,9 +85,13 @@ def test_an_operator_can_let_in_hosts_and_origins() -> None:
     assert refusal(everybody, **asked | {"host": "other.example.com"}, origin=FOREIGN) == ""
 
 
-def test_beyond_this_machine_names_without_a_dot_are_its_own() -> None:
+def test_beyond_this_machine_names_of_the_local_network_are_its_own() -> None:
     config = GatewayConfig(host="0.0.0.0")
     assert refusal(config, host="kvsidecar:8000") == ""
+    for service in ("kvsidecar-0.kvsidecar-nodes.default.svc:8000", "kvsidecar.default.svc.cluster.local"):
+        assert refusal(config, host=service) == "", "a Service of Kubernetes"
+        assert refusal(GatewayConfig(), host=service) == "host"
+    assert refusal(config, host="evil-svc.example") == refusal(config, host="svc.cluster.local.example") == "host"
     assert refusal(config, host="rebind.evil.example:8000") == "host"
     assert refusal(GatewayConfig(host="models.lan"), host="models.lan:8000") == ""
 

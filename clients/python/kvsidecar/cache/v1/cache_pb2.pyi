@@ -1098,62 +1098,6 @@ class ContentMatch(_message.Message):
 Global___ContentMatch: _TypeAlias = ContentMatch  # noqa: Y015
 
 @_typing.final
-class AcquireRequest(_message.Message):
-    """Leases known chunks."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    TENANT_SALT_FIELD_NUMBER: _builtins.int
-    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.bytes
-    """From Welcome."""
-    tenant_salt: _builtins.bytes
-    """As in MatchRequest."""
-    @_builtins.property
-    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The chunks."""
-
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.bytes = ...,
-        tenant_salt: _builtins.bytes = ...,
-        prefix_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_hashes", b"prefix_hashes", "session_id", b"session_id", "tenant_salt", b"tenant_salt"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
-
-@_typing.final
-class AcquireResponse(_message.Message):
-    """Matches of the leased chunks, in the order of the request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MATCHES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
-        """One per stored chunk; missing chunks are left out."""
-
-    def __init__(
-        self,
-        *,
-        matches: _abc.Iterable[Global___ChunkMatch] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matches", b"matches"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
-
-@_typing.final
 class ReleaseRequest(_message.Message):
     """Releases leases. Idempotent: an unknown or already released lease is ignored."""
 

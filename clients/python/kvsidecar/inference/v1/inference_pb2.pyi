@@ -268,7 +268,7 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the function: letters, digits, "_", "-" and ".", at most 64."""
+    """Name of the function: letters, digits, "_", "-" and ".", at most 128."""
     description: _builtins.str
     """Description for the model."""
     parameters: _builtins.str
@@ -346,7 +346,7 @@ class Chat(_message.Message):
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """Functions that the model may call, with distinct names. If the template does not support tools, the system message
-        describes them. At most 128.
+        describes them. At most 1,024.
         """
 
     def __init__(
