@@ -128,7 +128,7 @@ class ApiKeys:
     def may_see_load(self, scope: Scope) -> bool:
         """Return whether the sender may see the load of all tenants together.
 
-        Operators may see it. On a gateway without keys, every caller may.
+        Operators may see it. On a gateway without keys, every caller may, except a guest of a fleet.
         """
         headers = Headers(scope=scope)
         return GUEST_HEADER not in headers and (self._is_operator_key(_sent_key(headers)) or not self._any)

@@ -132,10 +132,10 @@ class RestartingProcess:
                 began = time.monotonic()
                 try:
                     answered = await self.probe.answers(process.pid)
-                except (
-                    Exception
-                ) as error:  # of the supervisor, for example without a free descriptor: no reason to kill
-                    if problem != (problem := str(error)):
+                except Exception as error:
+                    # The supervisor failed, for example without a free descriptor: no reason to kill the process.
+                    if str(error) != problem:
+                        problem = str(error)
                         log.warning("a process cannot be probed, trying again", name=self.name, error=problem)
                     await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
                     continue

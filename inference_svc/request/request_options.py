@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvsidecar import keys
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
@@ -18,7 +19,7 @@ DEFAULT_MAX_TOKENS = 256
 # Limit of prompt tokens times alternatives. An alternative takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_SESSION_BYTES = 128
-_MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
+_MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS = 8, 128, 20
 _MAX_LOGPROB_TOKENS = 128
 
 
@@ -64,8 +65,8 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
 
 def check_salt(salt: bytes) -> None:
     """Raise InvalidRequest for a salt that is too long. The message does not show the salt, which is a secret."""
-    if len(salt) > _MAX_SALT_BYTES:
-        raise InvalidRequest(f"tenant_salt has {len(salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
+    if len(salt) > keys.MAX_SALT_BYTES:
+        raise InvalidRequest(f"tenant_salt has {len(salt)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
 
 
 def check_session(name: str) -> str:

@@ -39,7 +39,8 @@ def test_an_unknown_option_names_the_method_and_a_near_one(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("KVSIDECAR_PROT", " (did you mean KVSIDECAR_PORT?)"), ("KVSIDECAR_FOO", "")]
+    ("name", "hint"),
+    [("KVSIDECAR_PROT", " (did you mean KVSIDECAR_PORT?)"), ("KVSIDECAR_FOO", ""), ("KVSIDECAR_APIKEY", "")],
 )
 def test_an_unknown_variable_names_a_near_one_by_what_is_its_own(
     monkeypatch: pytest.MonkeyPatch, name: str, hint: str

@@ -204,8 +204,8 @@ class MessagesRequest(CountTokensRequest):
     def _marks(self) -> list[tuple[int, int]]:
         """A pair for each breakpoint in tools, system prompt and messages.
 
-        A pair is the number of chat messages before the breakpoint, and its retention in seconds. ``chat`` computes
-        the pairs, which takes long for a large body, and runs beside the event loop.
+        A pair is the number of chat messages before the breakpoint, and its retention in seconds. ``chat`` runs
+        beside the event loop and computes the pairs, because this takes long for a large body.
         """
         system = [block.cache_control for block in (self.system if isinstance(self.system, list) else ())]
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool)]

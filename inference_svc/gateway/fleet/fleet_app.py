@@ -79,7 +79,7 @@ _FORWARDED_PATHS = (
     WARM_PATH,
     PIN_PATH,
 )
-# Paths and ids that are forwarded. A segment ".." would make the path another one.
+# Paths and ids that the gateway forwards. With a segment "..", the node would serve another path.
 _KEPT_PATH = re.compile(r"[\w/-]{1,400}", re.ASCII)
 _ANSWER_ID = re.compile(r"(?!\.+$)[\w.:-]{1,400}", re.ASCII)
 _CONNECT_SECONDS = 2.0

@@ -27,7 +27,7 @@ class _Running:
     ending: bool = False
 
     def cancel(self) -> None:
-        """Cancel the answer. A second cancellation would prevent that the final status is stored."""
+        """Cancel the answer once. A second cancellation would interrupt the storing of the final status."""
         if not self.ending:
             self.ending = True
             self.task.cancel()
@@ -52,7 +52,7 @@ class BackgroundResponses:
     async def start(self, tenant: Hashable, writer: ResponseWriter, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
         """Start the answer in a task. Returns the queued response as JSON. Raises Overloaded."""
         queued = await writer.interim("queued")
-        self.check_capacity(tenant)  # meanwhile, others may have started
+        self.check_capacity(tenant)  # others may have started while this one was encoded
         self._store.keep(tenant, queued)
         task = asyncio.create_task(self._run(tenant, writer, pieces))
         self._running[writer.id] = _Running(tenant, task)

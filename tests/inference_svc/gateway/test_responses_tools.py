@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from kvsidecar.inference.v1 import inference_pb2 as pb
 from openai.types.responses import FunctionToolParam
 
+from inference_svc.gateway.request_runner import ChoiceChunk
+from inference_svc.gateway.responses_api.response_writer import ResponseWriter
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from tests.inference_svc.gateway.conftest import Gateway
 from tests.inference_svc.gateway.test_responses_api import TOOL
 
@@ -53,10 +59,17 @@ def test_a_reference_needs_no_type(gateway: Gateway) -> None:
     assert counted(gateway, input=bare) == counted(gateway, input=typed)
 
 
-def test_usage_tells_what_came_from_another_context(gateway: Gateway) -> None:
-    body = {"model": "demo", "input": "hi", "max_output_tokens": 1}
-    answer: Any = gateway.client.post("/responses", body=body, cast_to=object)
-    assert set(answer["usage"]["input_tokens_details"]) == {"cached_tokens", "approximate_tokens", "cache_write_tokens"}
+async def test_usage_tells_what_came_from_another_context() -> None:
+    usage = pb.Usage(prompt_tokens=9, cached_tokens=4, approximate_tokens=3, cache_write_tokens=5)
+    last = pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_STOP, usage=usage)
+
+    async def pieces() -> AsyncIterator[ChoiceChunk]:
+        yield ChoiceChunk(0, last)
+
+    writer = ResponseWriter(ResponsesRequest(input="hi"), "m", lambda stored: None, [], [])
+    answer = json.loads(await writer.whole(pieces()))
+    details = {"cached_tokens": 4, "approximate_tokens": 3, "cache_write_tokens": 5}
+    assert answer["usage"]["input_tokens_details"] == details
 
 
 def test_a_count_is_the_usage_of_the_answer_to_the_same_salt(gateway: Gateway) -> None:

@@ -143,6 +143,8 @@ def test_who_is_an_operator(file: Path) -> None:
     forwarded["headers"].append((GUEST_HEADER.encode(), b"1"))
     assert not keys.is_operator(forwarded), "a fleet sent it with its key, for a guest"
     assert not keys.may_see_load(forwarded)
+    assert ApiKeys(GatewayConfig()).may_see_load(scope(""))
+    assert not ApiKeys(GatewayConfig()).may_see_load(forwarded)
     assert keys.salt(scope("guest"), "anything") == "anything"
 
 

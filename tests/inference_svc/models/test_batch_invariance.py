@@ -145,7 +145,7 @@ def test_logits_of_bfloat16_models_are_not_rounded(bits: int) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("features", "outputs"), [(64, 100), (896, 2500)])
 def test_plain_products_in_float32_are_not_rounded(features: int, outputs: int, biased: bool) -> None:
-    """As CPUs without bfloat16 compute the logits of a model that shall run in bfloat16."""
+    """CPUs without bfloat16 compute the logits of bfloat16 models in this way."""
     torch.manual_seed(outputs)
     weight, bias = torch.randn(outputs, features).bfloat16(), torch.randn(outputs).bfloat16() if biased else None
     layer, x = PlainLinear(weight, bias), torch.randn(68, features).bfloat16()

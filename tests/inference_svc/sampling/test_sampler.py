@@ -221,13 +221,26 @@ class Counted(frozenset[int]):
 
 
 def test_a_long_list_is_converted_once() -> None:
-    """Before the engine's steps, which all streams wait for."""
+    """The conversion happens before the engine's steps, because all streams wait for these."""
     tokens = Counted(range(0, 5, 2))
     sampler = SamplingState(SamplingParams(seed=1, allowed_tokens=tokens, logit_bias={0: 5, 1: 5}))
     sampler.params.check(len(LOGITS))
     before = tokens.listed
     assert {one(sampler) for _ in range(100)} <= {0, 2, 4}
     assert tokens.listed == before
+
+
+def test_a_large_top_k_beside_a_small_one() -> None:
+    """NumPy selects for the large ones, torch for the others; masked tokens count as the least likely."""
+    logits = torch.linspace(0, 1, 5000)[torch.randperm(5000, generator=torch.Generator().manual_seed(0))]
+    ranked = logits.sort(descending=True).indices.tolist()
+    few = frozenset(ranked[:1500])
+    params = [{"top_k": 3000}, {"top_k": 20}, {"top_k": 1200, "allowed_tokens": few}] * 300
+    samplers = [SamplingState(SamplingParams(seed=seed, **p)) for seed, p in enumerate(params)]  # type: ignore[arg-type]
+    drawn = [d.token for d in sample(logits.repeat(len(params), 1), samplers) if isinstance(d, SampledToken)]
+    for i, k in enumerate((3000, 20, 1200)):
+        assert set(drawn[i::3]) <= set(ranked[:k])
+        assert set(drawn[i::3]) - set(ranked[: k // 2])
 
 
 def test_logprobs_are_among_what_may_be_drawn() -> None:

@@ -31,7 +31,7 @@ S = TypeVar("S", bound=BaseSettings)
 # The prefixes of the services, and of the benchmarks. Each service refuses unknown variables with its own prefix.
 _PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_", "KVSIDECAR_BENCH_")
 # Variables of commands; a user may export them for all programs.
-_OF_COMMANDS = frozenset({"KVSIDECAR_API_KEY", "KVSIDECAR_CACHE_STAGING_DIR"})
+_COMMAND_VARIABLES = frozenset({"KVSIDECAR_API_KEY", "KVSIDECAR_CACHE_STAGING_DIR"})
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^\s]*@")
 # Kubernetes puts these variables into every container if a Service is called kvsidecar.
 _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -77,9 +77,9 @@ def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
     The text does not contain the value, which may be a secret.
     """
     prefix = str(settings.model_config.get("env_prefix", ""))
-    known = {f"{prefix}{name}".upper() for name in settings.model_fields} | _OF_COMMANDS
+    known = {f"{prefix}{name}".upper() for name in settings.model_fields}
     for name in sorted(os.environ):
-        if not name.startswith(prefix) or name in known or _FROM_KUBERNETES.search(name):
+        if not name.startswith(prefix) or name in known | _COMMAND_VARIABLES or _FROM_KUBERNETES.search(name):
             continue
         if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
             continue

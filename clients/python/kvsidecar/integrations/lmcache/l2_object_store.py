@@ -255,7 +255,8 @@ class L2ObjectStore:
                 groups.append((name.salt, these))
             these.append(i)
             latest[name.salt] = these, tokens
-        for salt, these in groups:
+        # As within a lookup, the last objects come first: a prompt's first objects count as used last.
+        for salt, these in reversed(groups):
             session = self._connection.session
             if session is None:
                 return
