@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -146,3 +147,13 @@ def test_an_answer_that_is_cut_or_none_is_said_to_be(events: bytes, said: str) -
     ):
         list(client.stream("x", max_tokens=1, model="m"))
     assert said in str(told.value)
+
+
+def test_a_text_may_contain_other_separators_of_lines() -> None:
+    texts = ("a\u2028b", "\x85c")
+    events = [{"choices": [{"text": text}]} for text in texts]
+    events.append({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+    lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
+    sent = "".join(["HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", *lines, "data: [DONE]\n\n"])
+    with saying(sent.encode()) as client:
+        assert "".join(part.text for part in client.stream("x", max_tokens=2, model="m")) == "".join(texts)

@@ -21,6 +21,7 @@ from kvsidecar.errors import (
     UnknownModel,
 )
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.net.line_splitter import LineSplitter
 
 Url = Annotated[
     str, typer.Option("--url", help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
@@ -109,7 +110,9 @@ class HttpClient:
             with self._client.stream("POST", "chat/completions" if chat else "completions", json=body) as answer:
                 if answer.status_code != 200:
                     _body(answer.status_code, answer.read())
-                yield from _chunks(answer.iter_lines(), time.perf_counter())
+                splitter = LineSplitter()
+                lines = (line for data in answer.iter_bytes() for line in splitter.push(data))
+                yield from _chunks(lines, time.perf_counter())
         except self._failed as error:
             raise self._absent(error) from error
 
