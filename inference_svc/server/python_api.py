@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,8 @@ class Engine:
     """A model with its cache. Close it, or use it as a context manager."""
 
     def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
-        self._runtime, self._daemon, self._folder = runtime, daemon, folder
+        self._runtime = runtime
+        self._end = weakref.finalize(self, _end_daemon, daemon, folder)  # also at the end of a program without close()
         self._requests = runtime.request_builder()
 
     @classmethod
@@ -121,11 +123,11 @@ class Engine:
         if not structlog.is_configured():
             configure_logging("warning")
         daemon, folder, socket = None, None, Path(cache) if cache not in (None, "embedded") else None
-        if cache == "embedded":
-            folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
-            socket = folder / "cache.sock"
-            daemon = _start_daemon(socket, store, arena_bytes)
         try:
+            if cache == "embedded":
+                folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
+                socket = folder / "cache.sock"
+                daemon = _start_daemon(socket, store, arena_bytes)
             config = WorkerConfig(
                 model=model,
                 cache_socket=socket,
@@ -147,8 +149,7 @@ class Engine:
     def close(self) -> None:
         """Finish queued saves, then end the engine and an embedded daemon."""
         self._runtime.close()
-        _end_daemon(self._daemon, self._folder)
-        self._daemon = self._folder = None
+        self._end()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """Generate one answer. ``prompt`` is text, token ids or chat messages; options are ``kvsidecar.Client``'s."""
@@ -350,13 +351,17 @@ def _start_daemon(socket: Path, store: str | Path | None, arena_bytes: str) -> s
     command = python_command("-m", "cache_daemon", "--socket", str(socket), "--arena-bytes", arena_bytes)
     daemon = subprocess.Popen([*command, "--store", str(store or "none"), "--log-level", "warning"])
     deadline = time.monotonic() + _DAEMON_START_SECONDS
-    while not socket.exists():
-        if daemon.poll() is not None:
-            raise ConfigurationError("the embedded cache daemon could not start; its message is above")
-        if time.monotonic() > deadline:
-            daemon.kill()
-            raise ConfigurationError(f"the embedded cache daemon did not start within {_DAEMON_START_SECONDS:.0f} s")
-        time.sleep(0.01)
+    try:
+        while not socket.exists():
+            if daemon.poll() is not None:
+                raise ConfigurationError("the embedded cache daemon could not start; its message is above")
+            if time.monotonic() > deadline:
+                seconds = f"{_DAEMON_START_SECONDS:.0f} s"
+                raise ConfigurationError(f"the embedded cache daemon did not start within {seconds}")
+            time.sleep(0.01)
+    except BaseException:
+        daemon.kill()
+        raise
     return daemon
 
 

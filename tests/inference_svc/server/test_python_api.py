@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +125,22 @@ def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
         with Engine.from_pretrained("demo", store=tmp_path / "store", **SETTINGS) as engine:
             result = engine.generate(TEXT, max_tokens=1)
             assert result.cached_tokens == (result.prompt_tokens - 1 if cached is None else 0)
+
+
+_PROGRAM = """
+from inference_svc import Engine
+engine = Engine.from_pretrained("demo", arena_bytes="64MiB", pool_bytes="64MiB", threads=1)
+print(engine.generate("hello", max_tokens=2).text)
+"""
+
+
+def test_the_embedded_daemon_ends_with_a_program_that_closes_nothing(tmp_path: Path) -> None:
+    """The daemon also holds the program's output, so whoever reads that would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert list(tmp_path.glob("kvsidecar-*")) == []
 
 
 @pytest.mark.parametrize("chunk_tokens", [1025, 4096])
