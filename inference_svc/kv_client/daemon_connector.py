@@ -31,6 +31,7 @@ from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import ends_session, failure_text
 from kvsidecar.kv_transfer.session import Session
+from kvsidecar.process.thread_pool import started_pool
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
@@ -89,8 +90,8 @@ class DaemonConnector:
         self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
         self._loader, self._saver = ChunkLoader(context), ChunkSaver(context)
         self._misses = MissProbe(context, self._loader)
-        self._lookup_threads = ThreadPoolExecutor(_MAX_LOOKUPS, "kv-ask")
-        self._probe_thread = ThreadPoolExecutor(1, "kv-probe")
+        self._lookup_threads = started_pool(_MAX_LOOKUPS, "kv-ask")
+        self._probe_thread = started_pool(1, "kv-probe")
         self._copies = PriorityExecutor("kv-copy")
         self._saves = PriorityExecutor("kv-save")  # into shared memory
         self._sends = PriorityExecutor("kv-send")  # to another host

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+
+from kvsidecar.process.thread_pool import started_pool
 
 from inference_svc.sequence.sequence import Sequence
 
@@ -27,8 +28,8 @@ class PriorityExecutor:
     """One thread with a queue of jobs. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is the thread's name; the thread starts with the first job."""
-        self._thread = ThreadPoolExecutor(1, name)
+        """``name`` is the thread's name."""
+        self._thread = started_pool(1, name)
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._current: Job | None = None

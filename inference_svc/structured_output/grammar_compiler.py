@@ -11,7 +11,6 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +18,7 @@ import structlog
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.process.cpus import usable_cpus
+from kvsidecar.process.thread_pool import started_pool
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -58,7 +58,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         # These threads must run only NumPy and llguidance: torch would keep a team of OpenMP threads for each of them.
         threads = max(1, min(_MAX_THREADS, usable_cpus() // 2))
-        self._threads = ThreadPoolExecutor(threads, "mask")
+        self._threads = started_pool(threads, "mask")
 
     def warm_up(self) -> None:
         """Read the vocabulary before the first grammar. This may take seconds and holds the GIL."""
