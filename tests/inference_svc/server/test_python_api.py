@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,13 +135,13 @@ print(engine.generate("hello", max_tokens=2).text)
 """
 
 
-def test_the_embedded_daemon_ends_with_a_program_that_closes_nothing(tmp_path: Path) -> None:
+def test_the_embedded_daemon_ends_with_a_program_that_closes_nothing() -> None:
     """The daemon also holds the program's output, so whoever reads that would wait for ever."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert list(tmp_path.glob("kvsidecar-*")) == []
+    with tempfile.TemporaryDirectory() as folder:  # its path is short enough for a socket
+        environment = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run([sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()
+        assert list(Path(folder).glob("kvsidecar-*")) == []
 
 
 @pytest.mark.parametrize("chunk_tokens", [1025, 4096])
