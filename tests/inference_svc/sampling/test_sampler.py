@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvsidecar.errors import GenerationFailed, InvalidRequest, PromptTooLong
-from kvsidecar.inference.v1.inference_pb2 import Sampling
-from kvsidecar.requests import REST_OF_CONTEXT, to_request
+from kvsidecar.errors import GenerationFailed, InvalidRequest
 from numpy.typing import NDArray
 
-from inference_svc.models.loader import DEMO_MODEL, load
-from inference_svc.request.request_builder import RequestBuilder
-from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
 from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sampling.penalties import TokenCounts
 from inference_svc.sampling.sampler import sample
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sampling.sampling_state import SamplingState
-from inference_svc.sequence.sequence import Sequence
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 
@@ -301,99 +292,6 @@ def test_tokens_that_do_not_exist_are_named() -> None:
         SamplingParams(allowed_tokens=frozenset())
     with pytest.raises(InvalidRequest, match="logit_bias has token 5, outside the vocabulary of 5"):
         SamplingParams(logit_bias={5: 1.0}).check(5)
-
-
-def test_what_a_request_leaves_open_is_as_the_models_makers_recommend(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    stated = json.loads((folder / "generation_config.json").read_text())
-    recommended = {"do_sample": True, "temperature": 0.25, "top_k": 7}
-    (folder / "generation_config.json").write_text(json.dumps(stated | recommended))
-    prompter = RequestBuilder(load(str(folder)), 100)
-    assert prompter.sampling(Sampling()) == SamplingParams(temperature=0.25, top_k=7)
-    assert prompter.sampling(Sampling(temperature=0.0, top_p=0.5)) == SamplingParams(0.0, 0.5, top_k=7)
-    (folder / "generation_config.json").write_text(json.dumps(stated | {"do_sample": False}))
-    greedy = RequestBuilder(load(str(folder)), 100)
-    assert greedy.sampling(Sampling()) == SamplingParams(temperature=0.0)
-    assert greedy.sampling(Sampling(temperature=0.5)) == SamplingParams(temperature=0.5)
-
-
-def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
-    prompter = RequestBuilder(load("demo"), 100)
-    ids = [7 + i % 5 for i in range(500)]
-
-    def read(most: int) -> Sequence:
-        asked = to_request(ids, max_tokens=30, truncate_prompt_tokens=most, segment_ends=[100, 450, 480])
-        return prompter.build(asked, lambda _: None, 0.0)
-
-    assert (read(40).tokens, read(40).request.max_tokens) == (ids[-40:], 30)
-    assert read(40).request.cache.marks.segment_ends == (20,)
-    assert read(0).tokens == ids[-70:], "with room for the answer"
-    assert read(0).request.cache.marks.segment_ends == (20, 50)
-    with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
-        read(1000)
-
-
-def test_what_is_read_of_a_long_prompt_leaves_room_for_the_usual_answer() -> None:
-    longer = RequestBuilder(load("demo"), 300)
-    asked = to_request([7] * 500, truncate_prompt_tokens=0)
-    found = longer.build(asked, lambda _: None, 0.0)
-    assert (len(found.tokens), found.request.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
-    shorter = RequestBuilder(load("demo"), DEFAULT_MAX_TOKENS)
-    for answer in ({}, {"max_tokens": 256}, {"max_tokens": 1, "min_tokens": 300}):
-        asked = to_request([7] * 500, truncate_prompt_tokens=0, **answer)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="a context of 256 has none for the prompt then") as caught:
-            shorter.build(asked, lambda _: None, 0.0)
-        assert caught.value.param == "truncate_prompt_tokens"
-
-
-def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
-    prompter = RequestBuilder(load("demo"), 300)
-
-    def read(tokens: int, **options: Any) -> Sequence:
-        return prompter.build(to_request([7] * tokens, max_tokens=REST_OF_CONTEXT, **options), lambda _: None, 0.0)
-
-    assert [read(tokens).request.max_tokens for tokens in (1, 200, 299)] == [299, 100, 1]
-    assert read(100, min_tokens=200).request.max_tokens == 200
-    with pytest.raises(InvalidRequest, match="min_tokens is 201, and the answer can have at most 200"):
-        read(100, min_tokens=201)
-    for cut in ({"truncate_prompt_tokens": 0}, {"truncate": "middle"}):
-        long, short = read(500, **cut), read(20, **cut)
-        assert (len(long.tokens), long.request.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
-        assert (len(short.tokens), short.request.max_tokens) == (20, 280), "what is not cut leaves more"
-
-
-def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
-    prompter = RequestBuilder(load("demo"), 300)
-    with pytest.raises(PromptTooLong, match="too many to be read for its end"):
-        prompter.build(to_request("a " * 5000, max_tokens=5, truncate_prompt_tokens=10), lambda _: None, 0.0)
-
-
-def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() -> None:
-    prompter = RequestBuilder(load("demo"), 100)
-    ids = [7 + i % 5 for i in range(500)]
-
-    def read(ids: list[int] = ids, **options: Any) -> Sequence:
-        marks = [end for end in (10, 100, 480) if end < len(ids)]
-        asked = to_request(ids, max_tokens=30, segment_ends=marks, **options)
-        return prompter.build(asked, lambda _: None, 0.0)
-
-    both = read(truncate="middle")
-    assert (both.tokens, both.request.max_tokens) == (ids[:35] + ids[-35:], 30), "with room for the answer"
-    assert both.request.cache.marks.segment_ends == (10, 50)
-    assert read(truncate="middle", truncate_prompt_tokens=5).tokens == ids[:2] + ids[-3:]
-    assert read(truncate="middle", truncate_prompt_tokens=1).tokens == ids[-1:]
-    assert read(truncate="left").tokens == ids[-70:]
-    assert read(ids[:70], truncate="middle").tokens == ids[:70], "what fits is read whole"
-    with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
-        read()
-    assert read(truncate="right").tokens == ids[:70]
-    with pytest.raises(InvalidRequest, match="truncate is 'up'; allowed are left, middle, right"):
-        read(truncate="up")
-    asked = to_request(ids)
-    asked.truncation = 9  # type: ignore[assignment]
-    with pytest.raises(InvalidRequest, match="truncation is 9"):
-        prompter.build(asked, lambda _: None, 0.0)
 
 
 def test_a_repetition_penalty_makes_no_token_likelier() -> None:
