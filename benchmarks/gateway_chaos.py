@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 from kvsidecar.bench.shared_prefix_prompts import Shape, prompts
+from kvsidecar.net.line_splitter import lines_of
 
 from benchmarks import report
 from benchmarks.node import free_port
@@ -129,7 +130,7 @@ async def ask(
             if response.status_code != 200:
                 why = f"{response.status_code}: {(await response.aread())[:200].decode('utf-8', 'replace')}"
             elif streamed:
-                async for line in response.aiter_lines():
+                async for line in lines_of(response.aiter_bytes()):
                     data = line.removeprefix("data: ")
                     if data == "[DONE]":
                         ended = True

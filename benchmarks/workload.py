@@ -31,7 +31,7 @@ def read(workload: str, conversations: int, turns: int) -> list[Conversation]:
     if workload.startswith("synthetic:"):
         return [_synthetic(int(workload.split(":")[1]), i, turns) for i in range(conversations)]
     out = []
-    for line in Path(workload).read_text(encoding="utf-8").splitlines():
+    for line in Path(workload).read_text(encoding="utf-8").rstrip().split("\n"):
         item = json.loads(line)
         if len(item["turns"]) >= turns:
             pairs = tuple((t["user"], t["assistant"]) for t in item["turns"][:turns])

@@ -85,9 +85,8 @@ class SamplingParams:
     @cached_property
     def biases(self) -> tuple[Tensor, Tensor]:
         """The tokens of ``logit_bias``, int64, and their biases, float32, on the CPU."""
-        return torch.tensor(list(self.logit_bias), dtype=torch.int64), torch.tensor(
-            list(self.logit_bias.values()), dtype=torch.float32
-        )
+        ids, values = list(self.logit_bias), list(self.logit_bias.values())
+        return torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
 
     def check(self, vocabulary: int) -> None:
         """Raises InvalidRequest for a token outside the model's vocabulary."""

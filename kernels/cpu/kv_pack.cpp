@@ -161,7 +161,7 @@ template <class T> class ChunkCopier {
     Floats lows = splat(__builtin_inff()), highs = -lows;
     each_vector(dim_, KVK_EACH {
       Floats x = widened(from + d, n);
-      for (int64_t i = n; i < LANES; i++) x[i] = x[0];
+      for (int64_t i = n; i < LANES; i++) x[i] = x[0];  // the zeros behind the end would widen the range
       widen_range(lows, highs, x);
     });
     float low = lows[0], high = highs[0];

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import httpx
 
 from kvsidecar.bench.shared_prefix_prompts import Prompt
 from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable
-from kvsidecar.net.line_splitter import LineSplitter
+from kvsidecar.net.line_splitter import lines_of
 
 _CONNECT_SECONDS = 10.0
 
@@ -116,13 +116,6 @@ async def send_prompts(
     return answers
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    splitter = LineSplitter()
-    async for data in response.aiter_bytes():
-        for line in splitter.push(data):
-            yield line
-
-
 async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text: str, answer: RequestResult) -> None:
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     began = last = time.perf_counter()
@@ -131,7 +124,7 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
         if response.status_code != 200:
             raise KVSidecarError(_reason(response.status_code, await response.aread()))
         ended = False
-        async for line in _lines(response):
+        async for line in lines_of(response.aiter_bytes()):
             if not line.startswith("data:"):
                 continue
             data = line.removeprefix("data:").strip()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, AsyncIterator
+
 
 class LineSplitter:
     """Divides bytes into lines of UTF-8 at line feeds alone.
@@ -16,3 +18,11 @@ class LineSplitter:
         """Return the lines that ``data`` completes, without their ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line.removesuffix(b"\r").decode() for line in lines]
+
+
+async def lines_of(body: AsyncIterable[bytes]) -> AsyncIterator[str]:
+    """Yield the lines of a body that arrives in pieces."""
+    splitter = LineSplitter()
+    async for data in body:
+        for line in splitter.push(data):
+            yield line

@@ -246,17 +246,8 @@ class L2ObjectStore:
 
         A failed call is logged, and its objects count as missing.
         """
-        groups, latest = list[tuple[bytes, list[int]]](), dict[bytes, tuple[list[int], int]]()
-        for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            these, tokens = latest.get(name.salt, ([], 0))
-            tokens += tokens_of(size)
-            if not these or len(these) == MAX_PROBES or tokens > MAX_MATCH_TOKENS:
-                these, tokens = [], tokens_of(size)
-                groups.append((name.salt, these))
-            these.append(i)
-            latest[name.salt] = these, tokens
         # As within a lookup, the last objects come first: a prompt's first objects count as used last.
-        for salt, these in reversed(groups):
+        for salt, these in reversed(_lookups(names, sizes)):
             session = self._connection.session
             if session is None:
                 return
@@ -269,6 +260,20 @@ class L2ObjectStore:
 def tokens_of(size_bytes: int) -> int:
     """Return the number of tokens in an object's chunk, which must be enough for the object's name, too."""
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
+
+
+def _lookups(names: Sequence[ObjectName], sizes: Sequence[int]) -> list[tuple[bytes, list[int]]]:
+    """Divide objects into lookups that the daemon accepts: each has a salt, and the indices of its objects."""
+    found, latest = list[tuple[bytes, list[int]]](), dict[bytes, tuple[list[int], int]]()
+    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        these, tokens = latest.get(name.salt, ([], 0))
+        tokens += tokens_of(size)
+        if not these or len(these) == MAX_PROBES or tokens > MAX_MATCH_TOKENS:
+            these, tokens = [], tokens_of(size)
+            found.append((name.salt, these))
+        these.append(i)
+        latest[name.salt] = these, tokens
+    return found
 
 
 def _page(name: ObjectName, size_bytes: int) -> NamedPage:
