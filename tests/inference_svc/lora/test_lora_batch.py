@@ -21,7 +21,6 @@ from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.lora.random_adapters import ALL, ATTENTION_ONLY, RANK, adapter, linears, merge, tensors, write
 from tests.inference_svc.models.test_architectures import build
-from tests.inference_svc.models.test_batch_invariance import BF16
 
 PROMPTS = [[(7 * i + 3 * n) % 500 for i in range(50 + 9 * n)] for n in range(4)]
 PIECES = ((0, 13), (13, 30), (30, 31), (31, 32))
@@ -80,7 +79,6 @@ def test_each_is_as_with_merged_weights_and_as_alone(name: str, tmp_path: Path) 
         assert place is None or (want - base).norm() > 0.1 * base.norm()
 
 
-@pytest.mark.skipif(not BF16, reason="this CPU has no native bfloat16")
 @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"])
 def test_in_bfloat16_too(name: str, tmp_path: Path) -> None:
     loaded, eager, pool = build(name, torch.bfloat16)

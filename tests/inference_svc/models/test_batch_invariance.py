@@ -44,8 +44,6 @@ def test_packed_products_equal_plain_ones_at_every_row_count(features: int, outp
 def test_any_split_of_a_prompt_gives_the_same_bits(
     name: str, dtype: torch.dtype, kernel: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if dtype == torch.bfloat16 and not BF16:
-        pytest.skip("this CPU has no native bfloat16")
     if kernel != "ours":
         monkeypatch.setattr(cpu_attention, "serves", lambda dtype, dim: False)
     rng = random.Random(seed)
@@ -100,8 +98,6 @@ def _scattered(pool: KVPool, tokens: int) -> BlockTable:
 @pytest.mark.parametrize("wanted", [[], [39], [3, 17, 39, 41], list(range(0, 100, 5))])
 def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wanted: list[int]) -> None:
     # The last layer is computed for the others only.
-    if dtype == torch.bfloat16 and not BF16:
-        pytest.skip("this CPU has no native bfloat16")
     loaded, _, pool = build(name, dtype)
     decoder = Decoder(loaded)
     one, other = pool.allocate(200), _scattered(pool, 80)
