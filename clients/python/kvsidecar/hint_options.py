@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Literal, TypedDict, Unpack
 
 from kvsidecar.errors import InvalidRequest
@@ -58,14 +59,16 @@ def _breakpoint(point: Mapping[str, int]) -> pb.CacheBreakpoint:
     return pb.CacheBreakpoint(**point)
 
 
-def check_number(name: str, value: object) -> None:
-    """Raise InvalidRequest unless a value is None or fits into 32 bits."""
-    if value is not None and not (isinstance(value, int) and 0 <= value < 2**32):
-        raise InvalidRequest(f"{name} is {value}; allowed are 0 to {2**32 - 1}", param=name)
+def check_number(name: str, value: object, bits: int = 32) -> None:
+    """Raise InvalidRequest unless a value is None or a whole number that fits into so many bits."""
+    if value is not None and not (isinstance(value, Integral) and 0 <= int(value) < 1 << bits):
+        raise InvalidRequest(f"{name} is {value!r}; allowed are 0 to {(1 << bits) - 1}", param=name)
 
 
-def check_text(name: str, text: str) -> None:
-    """Raise InvalidRequest for text that UTF-8 cannot encode."""
+def check_text(name: str, text: object) -> None:
+    """Raise InvalidRequest for what is no text, and for text that UTF-8 cannot encode."""
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} is of type {type(text).__name__}; text is allowed", param=name)
     try:
         text.encode()
     except UnicodeEncodeError as error:

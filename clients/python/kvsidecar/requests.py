@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from numbers import Real
 from typing import Any, Unpack
 
 from kvsidecar.errors import InvalidRequest
@@ -44,10 +45,10 @@ def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Pro
     if isinstance(prompt, str):
         check_text("prompt", prompt)
         return pb.Prompt(text=prompt)
-    if prompt and isinstance(prompt[0], Mapping):
-        messages = [_message(m) for m in prompt]  # type: ignore[arg-type]
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        messages = [_message(m) for m in prompt]
         return pb.Prompt(chat=pb.Chat(messages=messages, tools=[_tool(tool) for tool in tools]))
-    return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+    return pb.Prompt(token_ids=_token_ids("prompt", prompt))
 
 
 def to_warm_request(
@@ -61,6 +62,7 @@ def to_warm_request(
 ) -> pb.WarmRequest:
     """Build a WarmRequest: prompt, tenant, and the adapter if ``model`` names one."""
     check_text("model", model)
+    _check_bytes("tenant_salt", tenant_salt)
     cache = hint_options(**hints)
     cache.tenant_salt = tenant_salt
     return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model, prefetch=prefetch)
@@ -182,6 +184,19 @@ def to_request(
         ("prompt_logprobs", prompt_logprobs),
     ):
         check_number(name, number)
+    check_number("seed", seed, bits=64)
+    for name, value in (
+        ("temperature", temperature),
+        ("top_p", top_p),
+        ("min_p", min_p),
+        ("repetition_penalty", repetition_penalty),
+        ("presence_penalty", presence_penalty),
+        ("frequency_penalty", frequency_penalty),
+    ):
+        _check_real(name, value)
+    for token, bias in (logit_bias or {}).items():
+        check_number("a token of logit_bias", token)
+        _check_real(f"logit_bias of token {token}", bias)
     for end in segment_ends:
         check_number("segment_ends", end)
     for token in stop_token_ids:
@@ -189,8 +204,7 @@ def to_request(
     check_text("document_separator", document_separator or "")
     check_text("request_id", request_id)
     check_text("model", model)
-    for text in stop:
-        check_text("stop", text)
+    _check_bytes("tenant_salt", tenant_salt)
     cache = hint_options(**hints)
     rest = pb.CacheOptions(
         skip_read=skip_cache,
@@ -214,10 +228,10 @@ def to_request(
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=logit_bias or {},
-            allowed_tokens=allowed_tokens,
+            allowed_tokens=_token_ids("allowed_tokens", allowed_tokens).ids,
             seed=seed,
         ),
-        stop=stop,
+        stop=_texts("stop", stop),
         stop_token_ids=stop_token_ids,
         include_stop=include_stop,
         min_tokens=min_tokens,
@@ -275,42 +289,97 @@ def _grammar(
     if schema is not None:
         return pb.Grammar(json_schema=_json("json_schema", schema))
     if choice is not None:
-        return pb.Grammar(choice=pb.Choices(texts=choice))
-    return pb.Grammar(regex=regex) if regex is not None else pb.Grammar(grammar=grammar or "")
+        return pb.Grammar(choice=pb.Choices(texts=_texts("choice", choice)))
+    if regex is not None:
+        check_text("regex", regex)
+        return pb.Grammar(regex=regex)
+    check_text("grammar", grammar)
+    return pb.Grammar(grammar=grammar or "")
 
 
 def _tool_use(choice: str, parallel: bool) -> pb.ToolUse | None:
     if choice == "auto" and parallel:
         return None
+    check_text("tool_choice", choice)
     name = "" if choice in _MODES else choice
     return pb.ToolUse(mode=_MODES.get(choice, pb.TOOL_MODE_REQUIRED), name=name, single=not parallel)
 
 
-def _message(message: Message) -> pb.ChatMessage:
-    content = message.get("content") or ""
-    check_text("content", content)
-    calls = [
-        pb.ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
-        for call in message.get("tool_calls") or ()
-    ]
+def _message(given: object) -> pb.ChatMessage:
+    message = _mapping(given, "a message", "messages")
+    if message.get("role") is None:
+        raise InvalidRequest("a message has no role; system, user, assistant and tool are common", param="messages")
     return pb.ChatMessage(
-        role=message["role"],
-        content=content,
-        tool_calls=calls,
-        tool_call_id=message.get("tool_call_id") or "",
-        name=message.get("name") or "",
+        role=_text(message, "role", "messages"),
+        content=_text(message, "content", "messages"),
+        tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()],
+        tool_call_id=_text(message, "tool_call_id", "messages"),
+        name=_text(message, "name", "messages"),
     )
 
 
-def _tool(tool: Mapping[str, Any]) -> pb.Tool:
-    function = tool.get("function", tool)
+def _tool_call(given: object) -> pb.ToolCall:
+    call = _mapping(given, "a call of tool_calls", "tool_calls")
+    function = _mapping(call.get("function"), "function of tool_calls", "tool_calls")
+    return pb.ToolCall(
+        id=_text(call, "id", "tool_calls"),
+        name=_text(function, "name", "tool_calls"),
+        arguments=_text(function, "arguments", "tool_calls"),
+    )
+
+
+def _tool(given: object) -> pb.Tool:
+    tool = _mapping(given, "a tool", "tools")
+    function = _mapping(tool.get("function", tool), "function of tools", "tools")
     parameters = function.get("parameters")
     return pb.Tool(
-        name=function["name"],
-        description=function.get("description") or "",
+        name=_text(function, "name", "tools"),
+        description=_text(function, "description", "tools"),
         parameters=_json("tools", parameters) if parameters else "",
         strict=bool(function.get("strict")),
     )
+
+
+def _mapping(value: object, name: str, param: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} is of type {type(value).__name__}; a mapping is allowed", param=param)
+    return value
+
+
+def _text(holder: Mapping[str, Any], name: str, param: str) -> str:
+    """Return a field's text; empty for None and for a field that is not there."""
+    value = holder.get(name)
+    if value is None:
+        return ""
+    check_text(f"{name} of {param}", value)
+    return str(value)
+
+
+def _texts(name: str, texts: Sequence[str]) -> Sequence[str]:
+    """Return the texts. One alone counts as a list of one, not as its characters."""
+    found = [texts] if isinstance(texts, str) else texts
+    for text in found:
+        check_text(name, text)
+    return found
+
+
+def _token_ids(name: str, ids: Sequence[Any]) -> pb.TokenIds:
+    try:
+        return pb.TokenIds(ids=ids)
+    except (TypeError, ValueError):
+        for token in ids:
+            check_number(f"a token of {name}", token)
+        raise
+
+
+def _check_real(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Real):
+        raise InvalidRequest(f"{name} is {value!r}; a number is allowed", param=name)
+
+
+def _check_bytes(name: str, value: object) -> None:
+    if not isinstance(value, bytes):
+        raise InvalidRequest(f"{name} is of type {type(value).__name__}; bytes are allowed", param=name)
 
 
 def _json(name: str, value: Any) -> str:
