@@ -22,10 +22,9 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import StatsRequest
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.service_settings import configure_logging
-from kvsidecar.errors import ConfigurationError, ModelUnsupported, Overloaded, from_rpc
+from kvsidecar.errors import ConfigurationError, KVSidecarError, ModelUnsupported, Overloaded, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.process.interpreter import python_command
-from kvsidecar.process.runtime_dir import socket_target
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 
 from inference_svc.context_reuse.reuse_lab import ReuseLab
@@ -45,6 +44,7 @@ from inference_svc.request.prompt_tokenizer import PromptTokenizer
 from inference_svc.request.response_fields import generated_logprobs, prompt_logprobs, set_stop_reason
 from inference_svc.sequence.sequence import FinishReason, SequenceOutput
 from inference_svc.sequence.sequence import Sequence as EngineSequence
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_model import why_not_movable
@@ -54,6 +54,8 @@ from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 _DAEMON_START_SECONDS = 30.0
 # Interval between attempts to submit to a full queue.
 _FULL_SECONDS = 0.01
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -115,16 +117,20 @@ class Engine:
         """Load a model and start its engine.
 
         ``cache`` is "embedded" (a private daemon that ends with this engine), the socket of a running daemon, or None.
-        ``store`` is the folder of an embedded daemon's durable store. Further settings are those of the worker
-        (``device``, ``dtype``, ``pool_bytes``, ...), except that the disk overflow is off by default: prompts beyond
-        the pool are refused without ``overflow_bytes``. Raises ModelUnsupported, ConfigurationError.
+        With ``cache_address``, the daemon there replaces an embedded one. ``store`` is the folder of an embedded
+        daemon's durable store. Further settings are those of the worker (``device``, ``dtype``, ``pool_bytes``, ...),
+        except that the disk overflow is off by default: prompts beyond the pool are refused without ``overflow_bytes``.
+        Raises ModelUnsupported, ConfigurationError.
         """
         quiet_transformers()
         if not structlog.is_configured():
             configure_logging("warning")
+        embedded = cache == "embedded" and not settings.get("cache_address")
+        if store is not None and not embedded:
+            raise ConfigurationError(f"store is {store}, and only an embedded daemon has one; leave store out")
         daemon, folder, socket = None, None, Path(cache) if cache not in (None, "embedded") else None
         try:
-            if cache == "embedded":
+            if embedded:
                 folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
                 socket = folder / "cache.sock"
                 daemon = _start_daemon(socket, store, arena_bytes)
@@ -229,8 +235,8 @@ class Engine:
 
         It verifies the selector ``repair``, by default the engine's setting; for ``auto`` it chooses the cheapest
         selector that passes. With ``store``, the daemon stores the verdict with the namespace, and workers of the
-        namespace use approximate reuse only if it passed. No other request may run during the verification. Raises
-        InvalidRequest, ModelUnsupported.
+        namespace use approximate reuse only if it passed; a verdict that cannot be stored is logged. No other request
+        may run during the verification. Raises InvalidRequest, ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
         if engine.loaded.shard is not None:
@@ -239,8 +245,12 @@ class Engine:
         verifier = Verifier(lab, config.storage_bits, thresholds)
         tried = candidates(repair or config.repair, config.repair_ratio if ratio is None else ratio)
         report = verifier.run(prompts or read_questions(BUILT_IN), tried)
-        if store and config.cache_socket is not None:
-            store_verdict(config.cache_socket, engine.loaded.descriptor(config.storage_bits), report.verdict())
+        daemon = daemon_address(config)
+        if store and daemon is not None:
+            try:
+                store_verdict(daemon, engine.loaded.descriptor(config.storage_bits), report.verdict())
+            except KVSidecarError as error:  # the report is worth more than its storage
+                log.warning("the verdict is not stored", error=str(error))
         return report
 
     def cache_stats(self) -> dict[str, Any]:
@@ -255,9 +265,9 @@ class Engine:
         return found
 
     def _daemon_stats(self) -> dict[str, Any]:
-        socket = self._runtime.config.cache_socket
-        assert socket is not None
-        with grpc.insecure_channel(socket_target(socket)) as channel:
+        address = daemon_address(self._runtime.config)
+        assert address is not None, "there is a connector"
+        with address.channel() as channel:
             try:
                 stats = CacheServiceStub(channel).Stats(StatsRequest(), timeout=5)
             except grpc.RpcError as error:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from kvsidecar.cli.flags import FlagParser
-from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.errors import KVSidecarError
 from kvsidecar.process.runtime_dir import default_runtime_dir
 from rich.console import Console
 from rich.progress import Progress
@@ -121,6 +121,8 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
         f"loads {options.model}, compares answers over reordered documents with those of a full prefill, and {where}; "
         "it takes half a minute for 135 million parameters on two idle cores, longer for larger models"
     )
+    from kvsidecar.net.channel import ServiceAddress
+
     from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verifier import BUILT_IN, Verifier, candidates, read_questions
     from inference_svc.kv_client.verdict_store import store_verdict
@@ -155,8 +157,8 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
     if not options.no_store:
         named = with_numerics_identity(lab.loaded, lab.decoder, options.bits, shared=options.share_across_machines)
         try:
-            store_verdict(options.cache_socket, named.descriptor(options.bits), report.verdict())
-        except Unavailable as error:
+            store_verdict(ServiceAddress(options.cache_socket), named.descriptor(options.bits), report.verdict())
+        except KVSidecarError as error:
             _say(f"the verdict is not stored: {error}")
     return report
 

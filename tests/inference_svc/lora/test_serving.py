@@ -11,6 +11,7 @@ import pytest
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.errors import UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from inference_svc.gateway.worker_router import WorkerRouter
@@ -98,7 +99,9 @@ def test_text_elsewhere_is_reused_where_it_was_verified_for_the_adapter_itself(s
     """The verdict on a model says nothing about its adapters."""
     verdict = cache_pb2.ReuseVerdict(strategy="guided", ratio=0.15, passed=True)
     loaded = load("demo")
-    store_verdict(served.cache_socket, with_numerics_identity(loaded, Decoder(loaded), 16).descriptor(16), verdict)
+    store_verdict(
+        ServiceAddress(served.cache_socket), with_numerics_identity(loaded, Decoder(loaded), 16).descriptor(16), verdict
+    )
     served.restart_worker(0)
     first, second = prompt(3, 300), prompt(4, 300)
     found = {}

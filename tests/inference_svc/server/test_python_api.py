@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 from kvsidecar import AsyncClient
-from kvsidecar.errors import InvalidRequest, ModelUnsupported
+from kvsidecar.errors import ConfigurationError, InvalidRequest, ModelUnsupported
 
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
+from benchmarks.two_hosts import TlsListener
 from inference_svc import Engine
+from inference_svc.context_reuse.verifier import BUILT_IN, Thresholds, read_questions
 
 TEXT = "hello there, I would like to book a table for two people tonight. " * 20
 # On a busy machine, the daemon's answer may take longer than a user's request would wait for it.
@@ -114,11 +116,45 @@ def test_stats_of_engine_and_daemon(engine: Engine) -> None:
     assert engine.cache_stats()["kv_reuse_ratio"] == stats["kv_reuse_ratio"]
 
 
+def test_a_daemon_at_an_address_serves_answers_stats_and_verdicts(tmp_path: Path) -> None:
+    door, tenants, limits = TlsListener(tmp_path, "127.0.0.1"), tmp_path / "tenants.toml", Thresholds(min_prompts=3)
+    tenants.write_text('[tenant.chief]\noperator = true\ncertificates = ["worker"]\n')
+    tenants.chmod(0o600)
+    settings = SETTINGS | {name: value for name, value in door.worker_flags.items() if name != "cache_socket"}
+    with Node("demo", workers=0, daemon_flags=door.daemon_flags | {"tenants": tenants}):
+        for first in (True, False):
+            with Engine.from_pretrained("demo", **settings) as engine:
+                stored = engine.warm(TEXT)
+                assert engine.generate(TEXT, max_tokens=1).cached_tokens >= stored - 1
+                assert engine.cache_stats()["daemon"]["chunks"] > 0
+                connector = engine._runtime.cache
+                assert connector is not None
+                assert (connector.verdict is None) == first, "the engine before stored one"
+                if first:
+                    engine.verify_correctness(
+                        read_questions(BUILT_IN)[:3], repair="cacheblend", ratio=1.0, thresholds=limits
+                    )
+
+
+def test_a_verdict_that_the_daemon_refuses_costs_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    with (
+        Node("demo", workers=0, daemon_flags={"tcp": at, "tcp_insecure": True}),
+        Engine.from_pretrained("demo", cache_address=at, **SETTINGS) as engine,
+    ):
+        report = engine.verify_correctness(read_questions(BUILT_IN)[:1], repair="cacheblend", ratio=1.0)
+        assert "guest may not" in engine.cache_stats()["daemon"]["error"]
+    assert report.findings
+    assert "the verdict is not stored" in "".join(capsys.readouterr())
+
+
 def test_bad_values_raise_by_name(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="temperature is 3"):
         engine.generate("x", temperature=3.0)
     with pytest.raises(ModelUnsupported, match="not known"):
         Engine.from_pretrained("shape:none", cache=None)
+    with pytest.raises(ConfigurationError, match="only an embedded daemon has one"):
+        Engine.from_pretrained("demo", cache=None, store="kept")
 
 
 def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
@@ -130,6 +166,7 @@ def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
 
 _PROGRAM = """
 from inference_svc import Engine
+from inference_svc.context_reuse.verifier import BUILT_IN, Thresholds, read_questions
 engine = Engine.from_pretrained("demo", arena_bytes="64MiB", pool_bytes="64MiB", threads=1)
 print(engine.generate("hello", max_tokens=2).text)
 """
