@@ -49,9 +49,13 @@ _HEALTH_MESSAGE_BYTES, _HEALTH_STREAMS = 4 << 10, 16
 CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", _CLIENT_KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Options for every channel to one of our services: during a call, a dead peer is noticed within 40 s."""
+"""Options for every channel to one of our services: during a call, a peer that died or hangs is noticed within 40 s.
+
+The keepalive timeout alone ends a call only if the peer's host is gone; a hung process has the ping timeout, else 60 s.
+"""
 
 
 @dataclass(frozen=True)
