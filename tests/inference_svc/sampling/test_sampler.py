@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvsidecar.errors import GenerationFailed, InvalidRequest
 from numpy.typing import NDArray
 
+from inference_svc.sampling import sampler as module
 from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sampling.penalties import TokenCounts
 from inference_svc.sampling.sampler import sample
@@ -222,7 +223,6 @@ def test_a_long_list_is_converted_once() -> None:
 
 
 def test_a_large_top_k_beside_a_small_one() -> None:
-    """NumPy selects for the large ones, torch for the others; masked tokens count as the least likely."""
     logits = torch.linspace(0, 1, 5000)[torch.randperm(5000, generator=torch.Generator().manual_seed(0))]
     ranked = logits.sort(descending=True).indices.tolist()
     few = frozenset(ranked[:1500])
@@ -232,6 +232,21 @@ def test_a_large_top_k_beside_a_small_one() -> None:
     for i, k in enumerate((3000, 20, 1200)):
         assert set(drawn[i::3]) <= set(ranked[:k])
         assert set(drawn[i::3]) - set(ranked[: k // 2])
+
+
+@pytest.mark.parametrize("k", [1, 2, 20, 64, 700, 4999])
+@pytest.mark.parametrize("p", [{}, {"top_p": 0.6}, {"top_p": 0.9, "min_p": 0.02, "temperature": 0.7}])
+def test_the_k_largest_alone_give_the_tokens_of_the_whole_vocabulary(k: int, p: dict[str, Any]) -> None:
+    """With equal scores at the limit, and with masked tokens, of which the last row has all but 15."""
+    made = torch.Generator().manual_seed(k)
+    scores = torch.full((40, 5120), -math.inf)
+    scores[:, :5000] = (torch.randn(40, 5000, generator=made) * 12).round() / 4
+    scores[20:, ::3] = -math.inf
+    scores[-1, 15:] = -math.inf
+    samplers = [SamplingState(SamplingParams(top_k=k, seed=seed, **p)) for seed in range(40)]
+    few = module._draw(scores.clone(), scores.amax(-1), samplers)
+    assert few == module._sample_top_p(scores.clone(), scores.amax(-1), samplers)
+    assert len(set(few)) > 1
 
 
 def test_logprobs_are_among_what_may_be_drawn() -> None:
