@@ -310,11 +310,11 @@ def _message(given: object) -> pb.ChatMessage:
     if message.get("role") is None:
         raise InvalidRequest("a message has no role; system, user, assistant and tool are common", param="messages")
     return pb.ChatMessage(
-        role=_text(message, "role", "messages"),
-        content=_text(message, "content", "messages"),
+        role=_text(message, "role"),
+        content=_text(message, "content"),
         tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()],
-        tool_call_id=_text(message, "tool_call_id", "messages"),
-        name=_text(message, "name", "messages"),
+        tool_call_id=_text(message, "tool_call_id"),
+        name=_text(message, "name"),
     )
 
 
@@ -346,12 +346,12 @@ def _mapping(value: object, name: str, param: str) -> Mapping[str, Any]:
     return value
 
 
-def _text(holder: Mapping[str, Any], name: str, param: str) -> str:
+def _text(holder: Mapping[str, Any], name: str, of: str = "") -> str:
     """Return a field's text; empty for None and for a field that is not there."""
     value = holder.get(name)
     if value is None:
         return ""
-    check_text(f"{name} of {param}", value)
+    check_text(f"{name} of {of}" if of else name, value)
     return str(value)
 
 
