@@ -93,6 +93,8 @@ class DaemonConfig(BaseSettings):
     """Number of tenants of the tenants file that reuse metrics name in a label; all others are "other". 0: no label."""
     health_tcp: str = ""
     """Additional host:port with grpc.health.v1.Health alone, without TLS and authentication: for probes."""
+    end_with_stdin: bool = False
+    """End when standard input ends: for a program that starts a daemon of its own, and may be killed."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) for spans and metrics, such as http://localhost:4317. When empty,
     the standard variables OTEL_EXPORTER_OTLP_... decide; without those, nothing is exported. Needs kvsidecar[otel]."""

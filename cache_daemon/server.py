@@ -18,6 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.durations import parse_duration
+from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.grpc_server import ListenerLimits, hold_socket_lock, serve_listeners, stop_on_signals
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
@@ -66,12 +67,14 @@ log = structlog.get_logger("cache_daemon")
 
 
 async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None:
-    """Run the daemon until SIGTERM, SIGINT or ``stop``.
+    """Run the daemon until SIGTERM, SIGINT, ``stop``, or the end of standard input if the configuration says so.
 
     Raises ConfigurationError, StoreUnavailable.
     """
     stop = stop or asyncio.Event()
     stop_on_signals(stop)
+    if config.end_with_stdin:
+        _stop_at_end_of_stdin(stop)
     raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
     check_capacity(config)
@@ -103,6 +106,23 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                 otel.observe(snapshots)
                 with _metrics(snapshots, config):
                     await _serve(config, tenants, shared, summary, stop)
+
+
+def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
+    """Set ``stop`` at the end of standard input. Raises ConfigurationError for input that cannot be awaited."""
+    loop, stdin = asyncio.get_running_loop(), 0
+
+    def read() -> None:
+        if not os.read(stdin, 1 << 12):
+            loop.remove_reader(stdin)
+            stop.set()
+
+    try:
+        loop.add_reader(stdin, read)
+    except OSError as error:
+        raise ConfigurationError(
+            "end_with_stdin is set, and standard input is neither a pipe nor a terminal; leave it out"
+        ) from error
 
 
 @asynccontextmanager

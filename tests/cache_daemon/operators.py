@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from kvsidecar.cli.root_command import app
 from kvsidecar.errors import KVSidecarError
@@ -65,7 +66,9 @@ def in_terminal(arguments: list[str], columns: int = 100, press: bytes = b"", af
     return shown.decode()
 
 
-def daemon_that_ends(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+def daemon_that_ends(
+    folder: Path, *flags: object, stdin: IO[bytes] | int | None = None
+) -> subprocess.CompletedProcess[str]:
     folder.chmod(0o700)
     command = [sys.executable, "-m", "cache_daemon", "--socket", folder / "s", "--store", "none", *flags]
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(part) for part in command], stdin=stdin, capture_output=True, text=True, timeout=60)

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.operators import daemon_that_ends
 
 
 def test_a_daemon_that_is_killed_is_back_at_once_with_what_was_durable(daemon: Node) -> None:
@@ -133,3 +135,18 @@ def test_what_dies_again_and_again_is_started_with_growing_pauses_which_a_signal
         guardian.send_signal(signal.SIGTERM)
         assert guardian.wait(20) == 0
     assert pauses == [0.0, 0.05, 0.1, 0.2, 0.4]
+
+
+def test_a_daemon_ends_with_its_standard_input_if_told_to(tmp_path: Path) -> None:
+    with tempfile.TemporaryFile() as file:
+        done = daemon_that_ends(tmp_path, "--end-with-stdin", stdin=file)
+    assert done.returncode == 2
+    assert "standard input is neither a pipe nor a terminal; leave it out" in done.stderr
+    assert "Traceback" not in done.stderr
+    reading, writing = os.pipe()
+    os.write(writing, b"what nobody reads")
+    os.close(writing)
+    done = daemon_that_ends(tmp_path, "--end-with-stdin", "--arena-bytes", "1MiB", stdin=reading)
+    os.close(reading)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "s").exists()
