@@ -359,7 +359,8 @@ def _ended(
 
 def _start_daemon(socket: Path, store: str | Path | None, arena_bytes: str) -> subprocess.Popen[bytes]:
     command = python_command("-m", "cache_daemon", "--socket", str(socket), "--arena-bytes", arena_bytes)
-    daemon = subprocess.Popen([*command, "--store", str(store or "none"), "--log-level", "warning"])
+    command += ["--store", str(store or "none"), "--log-level", "warning", "--end-with-stdin"]
+    daemon = subprocess.Popen(command, stdin=subprocess.PIPE)  # which ends also if this program is killed
     deadline = time.monotonic() + _DAEMON_START_SECONDS
     try:
         while not socket.exists():
@@ -383,5 +384,7 @@ def _end_daemon(daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> 
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
+        if daemon.stdin is not None:
+            daemon.stdin.close()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

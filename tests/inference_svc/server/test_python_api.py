@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from kvsidecar import AsyncClient
 from kvsidecar.errors import ConfigurationError, InvalidRequest, ModelUnsupported
@@ -166,7 +167,6 @@ def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
 
 _PROGRAM = """
 from inference_svc import Engine
-from inference_svc.context_reuse.verifier import BUILT_IN, Thresholds, read_questions
 engine = Engine.from_pretrained("demo", arena_bytes="64MiB", pool_bytes="64MiB", threads=1)
 print(engine.generate("hello", max_tokens=2).text)
 """
@@ -179,6 +179,19 @@ def test_the_embedded_daemon_ends_with_a_program_that_closes_nothing() -> None:
         done = subprocess.run([sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr.decode()
         assert list(Path(folder).glob("kvsidecar-*")) == []
+
+
+def test_the_embedded_daemon_ends_with_a_program_that_is_killed() -> None:
+    program = _PROGRAM + "print(engine._end.peek()[2][0].pid, flush=True)\nimport time; time.sleep(120)"
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        running = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        assert running.stdout is not None
+        daemon = psutil.Process(int([running.stdout.readline() for _ in range(2)][1]))
+        running.kill()
+        running.communicate(timeout=60)  # the daemon holds the pipe, too
+        daemon.wait(timeout=60)
+        assert list(Path(folder).glob("kvsidecar-*/cache.sock")) == []
 
 
 @pytest.mark.parametrize("chunk_tokens", [1025, 4096])
