@@ -128,14 +128,16 @@ class Node:
     def __exit__(self, *_: object) -> None:
         for client in self._clients.values():
             client.close()
-        for name in sorted(self._processes, reverse=True):  # workers before the daemon
-            process = self._processes[name]
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        daemon = self._processes.pop("a-daemon", None)
+        for ending in (list(self._processes.values()), [daemon] if daemon is not None else []):  # workers first
+            for process in ending:
+                process.terminate()
+            for process in ending:
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         self.log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -158,6 +158,18 @@ def test_nobody_looks_for_garbage_among_what_is_imported(
     assert found.stdout.splitlines()[-1] == "imported True collections 0 enabled True", found.stderr
 
 
+def test_the_interpreter_ends_without_a_look_at_what_was_imported() -> None:
+    """It looks once more after the exit handlers, which takes 2 s after torch and transformers."""
+    code = (
+        "import atexit, gc, runpy, sys\n"
+        "atexit.register(lambda: print('left', len(gc.get_objects()) // 1000, 'thousand'))\n"
+        "sys.argv = ['inference_svc', 'worker', '--help']\n"
+        "runpy.run_module('inference_svc', run_name='__main__')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout.splitlines()[-1] == "left 0 thousand", found.stderr
+
+
 def test_a_collector_that_is_off_stays_off() -> None:
     code = (
         "import gc; from kvsidecar.process.fast_import import gc_paused; gc.disable()\n"
