@@ -60,7 +60,7 @@ def _breakpoint(point: Mapping[str, int]) -> pb.CacheBreakpoint:
 
 
 def check_number(name: str, value: object, bits: int = 32) -> None:
-    """Raise InvalidRequest unless a value is None or a whole number that fits into so many bits."""
+    """Raise InvalidRequest unless a value is None, or an integer that fits into ``bits``."""
     if value is not None and not (isinstance(value, Integral) and 0 <= int(value) < 1 << bits):
         raise InvalidRequest(f"{name} is {value!r}; allowed are 0 to {(1 << bits) - 1}", param=name)
 
