@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -33,8 +34,9 @@ from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("engine")
 
-# Number of waiting requests, from the front of the queue, among which admission chooses.
-_WINDOW = 16
+# Number of waiting requests, from the front of the queue, among which admission chooses. Those held back do not count,
+# but no more than _MAX_EXAMINED are examined.
+_WINDOW, _MAX_EXAMINED = 16, 128
 # A new sequence gets up to _SPARE_TOKENS additional slots, so that its blocks stay contiguous while its answer grows.
 # It gets them only if 1 / _SPARE_SHARE of the pool stays free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
@@ -42,6 +44,25 @@ _SPARE_TOKENS, _SPARE_SHARE = 256, 4
 
 def as_array(tokens: list[int]) -> TokenArray:
     return np.asarray(tokens, np.uint32)
+
+
+@dataclass(frozen=True)
+class _Prospect:
+    """Prefix in the pool that a sequence would start from.
+
+    Until the time ``until`` (0: none), the sequence is held back, because another one is computing or loading
+    ``awaited`` tokens of its prompt.
+    """
+
+    source: PrefixSource
+    until: float = 0.0
+    awaited: int = 0
+
+
+def _awaits(sequence: Sequence, held: Sequence, prefix: TokenArray) -> bool:
+    """True if a sequence begins with the prefix for which another one is held back."""
+    begins = sequence.reads_cache and sequence.cache_scope == held.cache_scope
+    return begins and common_prefix(prefix, sequence.prompt_ids) == len(prefix)
 
 
 class Admission:
@@ -72,18 +93,31 @@ class Admission:
         A sequence that waits for overflow blocks does not delay the other sequences.
         """
         now, live = time.perf_counter(), list(live)
-        sequences = list(islice(self._in_turn(waiting), _WINDOW))
-        found = [self._source(s, live, now) for s in sequences]
-        self.wake_at = min((until for _, until in found if until > now), default=None)
+        sequences, prospects = list[Sequence](), list[_Prospect]()
+        held = list[tuple[Sequence, TokenArray]]()  # with the prefixes that they wait for
+        for s in islice(self._in_turn(waiting), _MAX_EXAMINED):
+            if not s.queue.preempted and any(_awaits(s, *one) for one in held):
+                continue
+            prospect = self._prospect(s, live, now)
+            sequences.append(s)
+            prospects.append(prospect)
+            if prospect.until > now:
+                held.append((s, s.prompt_ids[: prospect.awaited]))
+            elif len(sequences) - len(held) == _WINDOW:
+                break
+        self.wake_at = min((p.until for p in prospects if p.until > now), default=None)
         chosen = waiting_order.select_waiting(
             [
                 waiting_order.Candidate(
-                    now - s.request.arrived_at, max(source.tokens, s.queue.num_matched), until > now, s.queue.preempted
+                    now - s.request.arrived_at,
+                    max(p.source.tokens, s.queue.num_matched),
+                    p.until > now,
+                    s.queue.preempted,
                 )
-                for s, (source, until) in zip(sequences, found, strict=True)
+                for s, p in zip(sequences, prospects, strict=True)
             ]
         )
-        return None if chosen is None else (sequences[chosen], found[chosen][0])
+        return None if chosen is None else (sequences[chosen], prospects[chosen].source)
 
     def probe(self, waiting: Iterable[Sequence], done: ProbeCallback) -> None:
         """Asks the connector, once per waiting sequence, for the length of the stored prefix."""
@@ -95,19 +129,15 @@ class Admission:
                 except Exception:  # without a probe, only the order of admission may differ
                     log.exception("probing failed", request=sequence.request.id)
 
-    def _source(self, sequence: Sequence, live: list[Sequence], now: float) -> tuple[PrefixSource, float]:
-        """Finds the longest prefix in the pool, and the time of admission.
-
-        The sequence is held back until that time if a live sequence is computing or loading a longer common prefix;
-        otherwise the time is 0.
-        """
+    def _prospect(self, sequence: Sequence, live: list[Sequence], now: float) -> _Prospect:
+        """Finds the longest prefix in the pool, and whether a live sequence is computing or loading a longer one."""
         if not sequence.reads_cache:
-            return PrefixSource(), 0.0
+            return _Prospect(PrefixSource())
         # The last token is always computed: sampling needs its logits.
         whole = as_array(sequence.tokens) if sequence.queue.preempted else sequence.prompt_ids
         tokens, scope = whole[:-1], sequence.cache_scope
         if len(tokens) < MIN_SHARED_TOKENS:
-            return PrefixSource(), 0.0
+            return _Prospect(PrefixSource())
         cached, longest = self._prefix_cache.longest_prefix(scope, tokens)
         source, coming = PrefixSource(longest, cached=cached), list[tuple[Sequence, int]]()
         for other in live:
@@ -130,7 +160,8 @@ class Admission:
                     )
                 )
         better = [(other, tokens) for other, tokens in coming if tokens >= source.tokens + MIN_SHARED_TOKENS]
-        return source, max((self._until(sequence, *one, source, now) for one in better), default=0.0)
+        until, awaited = max(((self._until(sequence, *one, source, now), one[1]) for one in better), default=(0.0, 0))
+        return _Prospect(source, until, awaited)
 
     def _until(self, sequence: Sequence, other: Sequence, tokens: int, source: PrefixSource, now: float) -> float:
         """Time until which ``sequence`` waits for ``other`` to have ``tokens`` tokens of their common prefix."""

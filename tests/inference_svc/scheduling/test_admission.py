@@ -54,3 +54,24 @@ def test_a_running_prefix_is_shared_once_all_its_layers_are_loaded(loaded: int, 
     layers = LayerReadyEvent(LAYERS)
     layers.open(loaded)
     assert prefix_beside(b"a", layers) == shared
+
+
+def test_requests_that_wait_for_one_prefix_do_not_delay_others() -> None:
+    """However many they are; and each is still held back."""
+    pool = KVPool(LAYERS, 1, 2, 1024, torch.float32, torch.device("cpu"))
+    admission = Admission(pool, PrefixCache(pool, 8), 64, 1024, PrefillBudget(0.0), NullKVConnector())
+    running, other = sequence_of(b"a"), Request(prompt(2, 40), 5).sequence
+    table = pool.allocate(len(IDS))
+    assert table is not None
+    running.kv.load(0, table, None)
+    running.state = SequenceState.RUNNING
+    following = [sequence_of(b"a") for _ in range(40)]
+    chosen = admission.next(deque([*following, other]), [running])
+    assert chosen is not None
+    assert chosen[0] is other
+    assert admission.next(deque(following), [running]) is None
+    assert admission.wake_at == pytest.approx(following[0].request.arrived_at + 60)
+    elsewhere = sequence_of(b"b")
+    chosen = admission.next(deque([*following, elsewhere]), [running])
+    assert chosen is not None
+    assert chosen[0] is elsewhere, "another tenant waits for nothing"
