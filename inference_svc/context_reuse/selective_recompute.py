@@ -154,8 +154,9 @@ class SelectiveRecompute:
 
     def _look(self) -> NDArray[np.float32]:
         """Compute the question over the stored keys. Return its attention to each approximate token."""
-        question = self._plan.uncached_positions
-        question = question[-question_rows(self._strategy, len(question)) :]
+        uncached = self._plan.uncached_positions
+        question = uncached[-question_rows(self._strategy, len(uncached)) :]
+        self._clear(uncached[: -len(question)])
         observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
         layers = max(1, int(self._decoder.layers * self._strategy.attention_depth))
@@ -165,6 +166,13 @@ class SelectiveRecompute:
             self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
         self.row_layers += batch.real * layers
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
+
+    def _clear(self, positions: Positions) -> None:
+        """Clear keys and values that are not computed yet: another sequence has left its own in these slots."""
+        if len(positions):
+            batch = self._batch(positions)
+            for tensor in (self._pool.keys, self._pool.values):
+                tensor[self._strategy.depth + 1 :].index_fill_(2, batch.slots[: batch.real], 0.0)
 
     def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:
         at = 0

@@ -19,10 +19,11 @@ from kvsidecar.errors import ModelUnsupported
 
 from benchmarks.repair_strategies import STRATEGIES, FirstK
 from inference_svc.context_reuse.reuse_lab import ReuseLab
-from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
+from inference_svc.context_reuse.reuse_plan import Positions, RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.rope_shift import rope_shift_of, why_not_shiftable
 from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
-from inference_svc.context_reuse.selectors import SELECTORS
+from inference_svc.context_reuse.selectors import SELECTORS, SelectionSignals
+from inference_svc.context_reuse.selectors.salient import SalientSelector
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
@@ -209,6 +210,34 @@ def test_what_deviates_is_computed_again_from_its_own_states() -> None:
     for tensor, before in zip((pool.keys, pool.values), want, strict=True):
         torch.testing.assert_close(tensor.index_select(2, slots), before, atol=1e-4, rtol=1e-4)
     pool.free(table)
+
+
+class Recording(SalientSelector):
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
+        self.attention = signals.attention
+        return super().select(plan, ratio, signals)
+
+
+def test_what_an_earlier_sequence_left_in_the_pool_has_no_attention() -> None:
+    """Tokens between documents are computed last, and the question looks at their slots before."""
+    _, _, pool = _model_with_pool()
+    ids = np.random.default_rng(0).integers(1, 500, 180).tolist()
+    found = []
+    for left in (0.0, 5.0):
+        table = pool.allocate(len(ids))
+        assert table is not None
+        prefill(_decoder(), pool, ids, table)
+        gap = torch.from_numpy(table.slots(1, 100))
+        for tensor in (pool.keys, pool.values):
+            tensor.index_copy_(2, gap, left * torch.randn(tensor[:, :, :99].shape, generator=torch.Generator()))
+        selector = Recording()
+        plan = ReusePlan(len(ids), 1, (RelocatedSpan(100, 150),))
+        for _ in SelectiveRecompute(_decoder(), pool, ids, table, plan, selector, 0.2).steps():
+            pass
+        found.append(selector.attention)
+        pool.free(table)
+    assert found[0] is not None
+    assert np.array_equal(*found)
 
 
 @cache
