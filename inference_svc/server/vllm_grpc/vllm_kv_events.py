@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.errors import Overloaded, from_rpc
+from kvsidecar.errors import from_rpc
 from kvsidecar.events.block_hashes import DEFAULT_SEED
 from kvsidecar.events.block_ledger import ARENA, BlockLedger
 from kvsidecar.events.event_follower import EventFollower
@@ -21,8 +21,9 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
-# Maximum unread batches of a subscriber. With more batches, the subscription ends; a new one starts with all blocks.
-_MAX_BEHIND = 4096
+# Maximum unread batches of a subscriber. With that many, the daemon's events wait, and the daemon limits what it keeps.
+_MAX_UNREAD = 256
+_CLOSED_POLL_SECONDS = 1.0
 _Update = list[Event] | Exception | None
 
 
@@ -31,13 +32,15 @@ async def kv_event_batches(
 ) -> AsyncGenerator[common.KvEventBatch, None]:
     """Yield all blocks of the default tenant in a namespace, then changes, until ``stop``.
 
-    Batches are numbered from ``after`` + 1. Raises a KVSidecarError if the daemon refuses the worker, and Overloaded if
-    too many batches are unread.
+    Batches are numbered from ``after`` + 1. Raises a KVSidecarError if the daemon refuses the worker.
     """
     loop, told = asyncio.get_running_loop(), asyncio.Queue[_Update]()
+    room, closed = threading.Semaphore(_MAX_UNREAD), threading.Event()
 
     def tell(events: _Update) -> None:
-        if not loop.is_closed():
+        while not room.acquire(timeout=_CLOSED_POLL_SECONDS) and not closed.is_set():
+            pass
+        if not closed.is_set() and not loop.is_closed():
             loop.call_soon_threadsafe(told.put_nowait, events)
 
     @contextmanager
@@ -62,15 +65,15 @@ async def kv_event_batches(
     stopping.add_done_callback(lambda _: told.put_nowait(None))
     try:
         while (events := await told.get()) is not None:
+            room.release()
             if isinstance(events, Exception):
                 raise events
-            if told.qsize() > _MAX_BEHIND:
-                raise Overloaded(f"more than {_MAX_BEHIND} batches of events wait to be taken; subscribe again")
             if events:
                 after += 1
                 yield _batch(after, events)
     finally:
         stopping.cancel()
+        closed.set()
         follower.close()
 
 
