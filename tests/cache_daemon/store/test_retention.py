@@ -142,6 +142,25 @@ async def test_a_refused_retention_begins_when_the_quota_allows_it() -> None:
         assert bench.store.stats().retained_bytes == size
 
 
+async def test_a_smaller_budget_after_a_restart_spares_pinned_and_retained_chunks() -> None:
+    """The start evicted for the budget before it read the pins, and deleted the pins of evicted chunks for good."""
+    disk = MemoryTier()
+    async with opened(arena_bytes=40 * SLOT, budget_bytes=40 * SLOT, tier=disk) as bench:
+        bench.store.pin(bench.root(), await put(bench, [1, 2]))
+        await put(bench, [3, 4], retain(bench, 3600))
+        for i in range(30):
+            await put(bench, [100 + i])
+            await use(bench, [100 + i])
+    async with opened(arena_bytes=40 * SLOT, budget_bytes=20 * SLOT, tier=disk) as bench:
+        assert len(bench.store.tiers.index) < 32, "the budget is met at once"
+        assert bench.store.stats().durable_bytes <= 20 * SLOT
+        assert (known(bench, [1, 2]), known(bench, [3, 4])) == (2, 2)
+        assert bench.store.stats().pinned_bytes > 0
+        assert bench.store.stats().retained_bytes > 0
+    async with opened(arena_bytes=40 * SLOT, budget_bytes=20 * SLOT, tier=disk) as bench:
+        assert bench.store.stats().pinned_bytes > 0
+
+
 async def test_the_end_of_a_session_ends_its_retentions() -> None:
     async with opened() as bench:
         hints = PromptHints(retained=((ALL, bench.clock.now + 3600),), group="agent")
