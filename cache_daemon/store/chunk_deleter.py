@@ -98,7 +98,8 @@ class ChunkDeleter:
         dropped, yield_timer, now = 0, YieldTimer(), self.tiers.clock()
         if self._ttl.limits_changed():
             async for chunk in self._listing.iter_chunks(b""):
-                self._ttl.schedule(chunk)
+                if chunk.indexed:
+                    self._ttl.schedule(chunk)
         while (due := self._ttl.next_due(now)) is not None:
             if due.is_expired(now):
                 dropped += await self._remove_subtree(due, LossCause.EXPIRED, yield_timer)

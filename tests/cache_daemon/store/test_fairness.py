@@ -12,8 +12,11 @@ from kvsidecar.errors import QuotaExceeded
 
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.auth.principal import GUEST, Principal
+from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.store import yield_timer
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.disk_evictor import _MAX_EXTRA_EVICTIONS
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.stores import Bench, opened
@@ -53,6 +56,27 @@ async def test_no_more_than_half_of_the_arena_is_pinned_where_nothing_is_durable
         assert refused
         assert len(pinned) == 4, "each takes a page"
         assert all(c.arena_state is Residency.PRESENT for c in pinned)
+
+
+async def test_a_chunk_deleted_while_new_limits_are_applied_is_not_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yield_timer, "_SLICE_SECONDS", -1.0)  # yields after each chunk
+    limits = TenantLimits()
+    async with opened() as bench:
+        bench.store.accounts._limits_of = lambda _: limits
+        await bench.store._upkeep.stop()
+        for n in range(5):
+            await bench.put([n])
+        await bench.store.settle()
+        limits = TenantLimits(ttl_seconds=10)
+        bench.store.accounts.reload()
+        sweep = asyncio.ensure_future(bench.store.sweep())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for chunk in list(bench.store.tiers.index):
+            bench.store.tiers.remove_subtree(chunk, LossCause.DELETED)
+        await sweep
+        bench.clock.now += 11
+        await bench.store.sweep()
 
 
 async def test_a_prefix_that_is_not_durable_yet_takes_at_most_half_of_the_arena() -> None:
