@@ -58,6 +58,42 @@ async def test_no_more_than_half_of_the_arena_is_pinned_where_nothing_is_durable
         assert all(c.arena_state is Residency.PRESENT for c in pinned)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_reload_of_limits_moves_stored_chunks_to_other_partitions(policy: str) -> None:
+    """Chunks of a tenant that lost its quota stayed in its partition, from which no other tenant evicts."""
+    tenant, quota = keys.tenant_id(b"a"), TenantLimits(arena_bytes=12 * PAGE, store_bytes=30 * PAGE)
+    limits = {tenant: quota}
+    async with opened(16 * PAGE, 32 * PAGE, new_policy=POLICIES[policy]) as bench:
+        bench.store.accounts._limits_of = lambda account: limits.get(account, TenantLimits())
+        await bench.put([1], salt=b"b")
+        for n in range(0, 12, 2):
+            parent = (await bench.put([100 + n], salt=b"a"))[0]
+            await bench.put([101 + n], start=1, parent=parent, salt=b"a")
+            await bench.store.settle()
+        limits[tenant] = TenantLimits()
+        bench.store.accounts.reload()
+        await bench.store.sweep()
+        stored = [(await bench.put([200 + n], salt=b"b"))[0] for n in range(10)]
+        chunks = [bench.store.find(bench.root(b"b"), key) for key in stored]
+        assert sum(chunk.arena_state is Residency.PRESENT for chunk in chunks) >= 10
+        await bench.store.settle()
+        for n in range(30):
+            await bench.put([300 + n], salt=b"b")
+            await bench.store.settle()
+        tiers = bench.store.tiers
+        assert tiers.disk_quotas is not None
+        assert sum(chunk.root == bench.root(b"a") for chunk in tiers.index) < 12, "also on disk"
+        limits[tenant] = quota
+        await bench.put([400], salt=b"a")
+        bench.store.accounts.reload()
+        await bench.store.sweep()
+        account = bench.store.accounts.account_of(tenant)
+        own = [chunk for chunk in tiers.index if chunk.tenant is account]
+        assert own
+        assert tiers.arena_quotas.usage_of(account) == PAGE * sum(c.arena_state is Residency.PRESENT for c in own)
+        assert tiers.disk_quotas.usage_of(account) > 0
+
+
 async def test_a_chunk_deleted_while_new_limits_are_applied_is_not_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yield_timer, "_SLICE_SECONDS", -1.0)  # yields after each chunk
     limits = TenantLimits()
