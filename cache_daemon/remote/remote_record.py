@@ -193,6 +193,8 @@ def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     # Compression never enlarges a payload; encryption enlarges it by the cipher's overhead at most.
     if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + cipher.max_overhead:
         raise InvalidRecord("its record has impossible sizes")
+    if length < parts:  # ``max_part_bytes`` would be 0 or less, which a backend may read as no limit
+        raise InvalidRecord("its record has empty parts")
     if ends_at >= _MAX_UNIX_SECONDS:
         raise InvalidRecord("its record ends in no time that there will be")
     return RemoteRecord(header, kind, parts, length, checksum, ends_at, mark)

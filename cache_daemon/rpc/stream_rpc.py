@@ -17,6 +17,7 @@ from kvsidecar.errors import (
     InvalidRequest,
     KVSidecarError,
     Overloaded,
+    PermissionDenied,
     QuotaExceeded,
     UnknownLease,
 )
@@ -131,15 +132,20 @@ class StreamServicer(ServicerBase):
 
     @streaming
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
-        root = b""
+        # ``principal_of`` compares all tokens of the tenants file: too slow for each event.
+        root, caller, num_reloads = b"", self.principal_of(context), self.store.accounts.num_reloads
         if request.namespace:
             root = self.root(context, request.namespace, request.tenant_salt)
         else:
-            self.principal_of(context).require_operator("watch all tenants")
+            caller.require_operator("watch all tenants")
         with self.stream(context, "Watch", caller_budgets.WATCHERS):
             async for event in self.events.follow(
                 request.epoch, request.after_sequence, root, with_tokens=request.with_tokens
             ):
+                if self.store.accounts.num_reloads != num_reloads:
+                    num_reloads = self.store.accounts.num_reloads
+                    if self.principal_of(context) != caller:
+                        raise PermissionDenied(f"the rights of {caller.name} changed; call Watch again")
                 yield event
 
 

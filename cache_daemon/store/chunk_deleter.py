@@ -91,14 +91,16 @@ class ChunkDeleter:
                 )
 
     async def expire(self) -> int:
-        """Remove chunks whose TTL, set by requests or their tenant, has passed.
+        """Remove chunks whose TTL, set by requests or their tenant, has passed. Returns their number.
 
-        Returns their number.
+        After a reload of tenants' limits it first applies these to all chunks: their TTLs and their partitions.
         """
         dropped, yield_timer, now = 0, YieldTimer(), self.tiers.clock()
         if self._ttl.limits_changed():
             async for chunk in self._listing.iter_chunks(b""):
-                self._ttl.schedule(chunk)
+                if chunk.indexed:
+                    self._ttl.schedule(chunk)
+                    self.tiers.update_partitions(chunk)
         while (due := self._ttl.next_due(now)) is not None:
             if due.is_expired(now):
                 dropped += await self._remove_subtree(due, LossCause.EXPIRED, yield_timer)

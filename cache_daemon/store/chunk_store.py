@@ -146,6 +146,7 @@ class ChunkStore:
             self.ttl.finish_restore()
             self._pins.finish_restore()
             self.retained.finish_restore(self.ttl)
+            await self._persistence.evictor.shrink_to_budget()  # spares pinned and retained chunks
         if self.remote is not None:
             self.remote.start()
         self._upkeep.start()

@@ -41,11 +41,16 @@ class HintApplier:
         self.retained.extend(chunk, hints.retained_until)
         self._share(chunk, hints.group, hints.low_priority)
 
-    def record_continuation(self, chunk: Chunk | None, hints: ChunkHints) -> None:
-        """Apply the hints of a chunk to its ancestors, which must live as long as the chunk."""
+    def record_continuation(self, chunk: Chunk | None, hints: ChunkHints, visited: set[Chunk]) -> None:
+        """Apply the hints of a chunk to its ancestors, which must live as long as the chunk.
+
+        ``chunk`` is the chunk's parent. ``visited`` are the ancestors that calls for the same request have visited; the
+        call adds to them. The group and priority of a request are the same for all its chunks.
+        """
         if chunk is not None:
             self.ttl.extend(chunk, hints.expires_at)
-        while chunk is not None:
+        while chunk is not None and chunk not in visited:
+            visited.add(chunk)
             self._share(chunk, hints.group, hints.low_priority)
             chunk = self.tiers.parent_of(chunk)
 

@@ -48,7 +48,6 @@ class IndexRestorer:
                 await asyncio.sleep(0)
         if unfit:
             log.warning("removing stored chunks that do not follow their parents", chunks=unfit)
-        await self.persistence.evictor.shrink_to_budget()
         tiers.counters.corrupt_chunks += durable.load_report.corrupt + unfit
         for name, value in notes.items():
             self.note(name, value)

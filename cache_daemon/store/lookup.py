@@ -124,7 +124,7 @@ class Lookup:
             result, limit = await self._match(session, root, ids, contents, window, hints, limit)
             if result is not None:
                 return result
-        result, _ = await self._match(session, root, ids, contents, 0, hints, 0)
+        result, _ = await self._match(session, root, ids, contents, 0, hints, limit)
         assert result is not None
         return result
 

@@ -54,12 +54,18 @@ class Persistence:
         self._writer.remove([key])
 
     def persist(self, chunk: Chunk) -> None:
-        """Queue a chunk in the arena if it may be durable now; otherwise retry later."""
+        """Queue a chunk in the arena if it may be durable now; otherwise retry later.
+
+        A child of a delayed chunk waits with its parent.
+        """
         if not chunk.indexed or chunk.disk_state is not Residency.ABSENT or chunk.arena_state is not Residency.PRESENT:
             return
         self._failed.pop(chunk, None)
         self._not_admitted.pop(chunk, None)
         parent = self._tiers.parent_of(chunk)
+        if parent in self._delayed:
+            self._delayed[chunk] = None
+            return
         if self._writer.hung:
             self._failed[chunk] = None
             return

@@ -25,6 +25,7 @@ from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.common_bytes import common_bytes
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
@@ -67,7 +68,8 @@ class Reservations:
         for header in headers:
             self._check_header(header, session.geometry)
         account = self._tiers.accounts.account_of(tenant)
-        return [self._reserve_one(session, root, tenant, account, header, hints) for header in headers]
+        visited: set[Chunk] = set()
+        return [self._reserve_one(session, root, tenant, account, header, hints, visited) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -90,6 +92,7 @@ class Reservations:
         account: TenantAccount,
         header: ChunkHeader,
         hints: PromptHints,
+        visited: set[Chunk],
     ) -> ReserveResult:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
@@ -97,7 +100,7 @@ class Reservations:
         present = self._tiers.index.get(key)
         if present is not None:
             self._hints.record_use(present, at)
-            self._hints.record_continuation(self._tiers.parent_of(present), at)
+            self._hints.record_continuation(self._tiers.parent_of(present), at, visited)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open:
             other = self._open[key][1]
@@ -120,7 +123,7 @@ class Reservations:
         reservation_id = secrets.token_bytes(ID_BYTES)
         session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, at)
         self._open[key] = session, made
-        self._hints.record_continuation(self._tiers.index.get(parent), at)
+        self._hints.record_continuation(self._tiers.index.get(parent), at, visited)
         return ReserveResult(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:

@@ -12,6 +12,10 @@ a retention never ends early, even after a restart.
 
 from __future__ import annotations
 
+from itertools import islice
+
+from sortedcontainers import SortedList
+
 from cache_daemon.durable.record_format import decode_expiry, encode_expiry
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
@@ -19,11 +23,14 @@ from cache_daemon.store.pins import Pins
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
+from cache_daemon.store.yield_timer import YieldTimer
 
 NOTE_PREFIX = b"retained-until:"
 _QUOTA_SHARE, _ARENA_SHARE = 0.5, 0.25
 # A written deadline is later than the promised deadline by this part of the remaining time.
 _WRITTEN_MARGIN = 0.25
+# Maximal number of chunks beyond the limits that one ``end_due`` tries to retain.
+_MAX_RETRIES = 256
 
 
 class RetainedChunks:
@@ -31,7 +38,9 @@ class RetainedChunks:
 
     def __init__(self, tiers: TierManager, pins: Pins) -> None:
         self._tiers, self._pins = tiers, pins
-        self._wanted: dict[Chunk, None] = {}  # indexed chunks with a deadline
+        self._wanted: dict[Chunk, float] = {}  # indexed chunks with a deadline, and the time of their next check
+        self._due: SortedList[tuple[float, bytes]] = SortedList()  # times of the next checks, with the prefix hash
+        self._unfit: dict[Chunk, None] = {}  # wanted chunks that are not retained; the next to retry first
         self._written: dict[Chunk, float] = {}  # deadlines in the durable tier
         self.retained_bytes = 0
         tiers.on_indexed.append(self._on_indexed)
@@ -44,19 +53,41 @@ class RetainedChunks:
             if chunk.indexed:
                 self._on_indexed(chunk)
 
-    def end_due(self) -> None:
-        """End retentions whose deadline has passed, and begin retentions that the limits allow now."""
-        now = self._tiers.clock()
-        for chunk in list(self._wanted):
+    async def end_due(self) -> None:
+        """End retentions whose deadline has passed, and begin retentions that the limits allow now.
+
+        A chunk keeps the time of its next check when its retention is extended; the check then schedules the next one.
+        """
+        now, yield_timer = self._tiers.clock(), YieldTimer()
+        while self._due and self._due[0][0] <= now:
+            chunk = self._tiers.index.get(self._due[0][1])
+            assert chunk is not None, "a chunk that leaves the index leaves the schedule"
             if chunk.retained_until <= now:
                 self._end(chunk)
             else:
-                self._retain(chunk)
+                self._unschedule(chunk)
+                self._schedule(chunk)
+            await yield_timer.maybe_yield()
+        for chunk in list(islice(self._unfit, _MAX_RETRIES)):
+            del self._unfit[chunk]
+            self._retain(chunk)
 
     def _on_indexed(self, chunk: Chunk) -> None:
         if chunk.retained_until:
-            self._wanted[chunk] = None
+            if chunk not in self._wanted:
+                self._schedule(chunk)
             self._retain(chunk)
+
+    def _schedule(self, chunk: Chunk) -> None:
+        self._wanted[chunk] = chunk.retained_until
+        self._due.add((chunk.retained_until, chunk.key))
+
+    def _unschedule(self, chunk: Chunk) -> bool:
+        """Return False if the chunk was not scheduled."""
+        at = self._wanted.pop(chunk, None)
+        if at is not None:
+            self._due.remove((at, chunk.key))
+        return at is not None
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Read a deadline of an earlier start, once all chunks are indexed; ``finish_restore`` applies it."""
@@ -75,13 +106,18 @@ class RetainedChunks:
     def _retain(self, chunk: Chunk) -> None:
         if not chunk.is_retained and self._fits(chunk):
             self._set(chunk, True)
+        if chunk.is_retained:
+            self._unfit.pop(chunk, None)
+        else:
+            self._unfit[chunk] = None
         if chunk.is_retained and self._written.get(chunk, 0.0) < chunk.retained_until:
             until = chunk.retained_until + _WRITTEN_MARGIN * max(0.0, chunk.retained_until - self._tiers.clock())
             self._written[chunk] = until
             self._tiers.write_note(NOTE_PREFIX + chunk.key, encode_expiry(until))
 
     def _end(self, chunk: Chunk) -> None:
-        if self._wanted.pop(chunk, chunk) is None:
+        if self._unschedule(chunk):
+            self._unfit.pop(chunk, None)
             chunk.retained_until = 0.0
             if chunk.is_retained:
                 self._set(chunk, False)
@@ -121,6 +157,9 @@ class RetainedChunks:
         wanted = {chunk.key for chunk in self._tiers.index if chunk.retained_until}
         assert wanted == {chunk.key for chunk in self._wanted}, "retained chunks differ from the index"
         retained = [chunk for chunk in self._wanted if chunk.is_retained]
+        assert self._unfit.keys() == self._wanted.keys() - set(retained), "the chunks to retry differ"
+        assert list(self._due) == sorted((at, c.key) for c, at in self._wanted.items()), "the schedule differs"
+        assert all(at <= chunk.retained_until for chunk, at in self._wanted.items()), "a retention ends too late"
         assert self._written.keys() <= self._wanted.keys(), "a deadline on disk of a chunk that is not retained"
         late = [chunk for chunk in retained if self._written.get(chunk, 0.0) < chunk.retained_until]
         assert not late, "a deadline that is not on disk"

@@ -47,7 +47,10 @@ class TenantAccounts:
         return found
 
     def reload(self) -> None:
-        """Read all limits again. Stored chunks keep their account."""
+        """Read all limits again.
+
+        Stored chunks keep their account. The next sweep moves them to the partitions that the limits name.
+        """
         self.num_reloads += 1
         for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)

@@ -171,6 +171,10 @@ class TierManager:
     def raise_priority(self, chunk: Chunk) -> None:
         """Give a chunk of low priority its tenant's priority."""
         chunk.low_priority = False
+        self.update_partitions(chunk)
+
+    def update_partitions(self, chunk: Chunk) -> None:
+        """Move a chunk to the partitions that its priority and its tenant's limits name, in both tiers."""
         for quotas in (self.arena_quotas, self.disk_quotas):
             if quotas is not None:
                 quotas.move(chunk)

@@ -87,13 +87,16 @@ class TierQuotas:
         self.used_bytes += more
 
     def move(self, chunk: Chunk) -> None:
-        """Move a chunk to the partition of its new priority; ignore an unknown chunk."""
+        """Move a chunk to the partition that its priority and its tenant's limits name; ignore an unknown chunk."""
         place = self._entries.get(chunk)
         if place is None:
             return
+        partition = self._partition_of(chunk.tenant, chunk.low_priority)
+        if partition is place.partition:
+            return
         place.partition.policy.remove(chunk)
         place.partition.used_bytes -= place.size_bytes
-        place.partition = self._partition_of(chunk.tenant, chunk.low_priority)
+        place.partition = partition
         place.partition.used_bytes += place.size_bytes
         place.partition.policy.insert(chunk, place.parent, chunk.hits)
         if place.unevictable:

@@ -62,5 +62,5 @@ class Upkeep(BackgroundTask):
 
     async def sweep(self) -> None:
         """Remove expired chunks, and end retentions."""
-        self._retained.end_due()
+        await self._retained.end_due()
         self._counters.expired_chunks += await self._deleter.expire()

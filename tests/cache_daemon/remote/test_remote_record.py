@@ -177,7 +177,7 @@ def test_a_header_that_lies_is_not_believed(changed: dict[str, object]) -> None:
 
 def test_a_record_cannot_ask_for_much_memory() -> None:
     entry, *_ = stored(NullCipher(), True)
-    for parts, length in ((4097, 10), (0, 10), (1, 1 << 40)):
+    for parts, length in ((4097, 10), (0, 10), (1, 1 << 40), (2, 0), (4096, 0), (1, 0), (2, 1), (4096, 4095)):
         with pytest.raises(InvalidRecord):
             decode_record(
                 NullCipher(),

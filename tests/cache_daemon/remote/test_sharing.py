@@ -12,6 +12,7 @@ from benchmarks.condition_wait import until_async
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt
 from tests.cache_daemon.stores import opened
 
@@ -26,6 +27,17 @@ async def test_what_one_node_has_used_twice_another_finds() -> None:
         assert (b.stats.remote_hits, b.stats.remote_tokens, b.stats.remote_rejected) == (1, len(ids), 0)
         await b.bench.store.settle()
         assert b.stats.durable_chunks == 5, "it is durable here, as what was computed here"
+
+
+async def test_a_chunk_stored_after_a_fetched_prefix_survives_the_end_of_the_daemon() -> None:
+    """Fetched chunks are written a second later; their new child was given up, because its parent was not on disk."""
+    engine, disk, ids = InMemoryBackend(), MemoryTier(), prompt(4)
+    async with node(engine) as a, node(engine, tier=disk) as b:
+        await a.share(ids[: 3 * CHUNK])
+        assert (await b.ask(ids))[0] == 3 * CHUNK
+        await b.read(ids)
+    async with opened(tier=disk) as bench:
+        assert await bench.found(ids) == len(ids)
 
 
 async def test_one_round_trip_finds_the_longest_prefix() -> None:

@@ -12,8 +12,11 @@ from kvsidecar.errors import QuotaExceeded
 
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.auth.principal import GUEST, Principal
+from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.store import yield_timer
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.disk_evictor import _MAX_EXTRA_EVICTIONS
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.stores import Bench, opened
@@ -53,6 +56,63 @@ async def test_no_more_than_half_of_the_arena_is_pinned_where_nothing_is_durable
         assert refused
         assert len(pinned) == 4, "each takes a page"
         assert all(c.arena_state is Residency.PRESENT for c in pinned)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_reload_of_limits_moves_stored_chunks_to_other_partitions(policy: str) -> None:
+    """Chunks of a tenant that lost its quota stayed in its partition, from which no other tenant evicts."""
+    tenant, quota = keys.tenant_id(b"a"), TenantLimits(arena_bytes=12 * PAGE, store_bytes=30 * PAGE)
+    limits = {tenant: quota}
+    async with opened(16 * PAGE, 32 * PAGE, new_policy=POLICIES[policy]) as bench:
+        bench.store.accounts._limits_of = lambda account: limits.get(account, TenantLimits())
+        await bench.put([1], salt=b"b")
+        for n in range(0, 12, 2):
+            parent = (await bench.put([100 + n], salt=b"a"))[0]
+            await bench.put([101 + n], start=1, parent=parent, salt=b"a")
+            await bench.store.settle()
+        limits[tenant] = TenantLimits()
+        bench.store.accounts.reload()
+        await bench.store.sweep()
+        stored = [(await bench.put([200 + n], salt=b"b"))[0] for n in range(10)]
+        chunks = [bench.store.find(bench.root(b"b"), key) for key in stored]
+        assert sum(chunk.arena_state is Residency.PRESENT for chunk in chunks) >= 10
+        await bench.store.settle()
+        for n in range(30):
+            await bench.put([300 + n], salt=b"b")
+            await bench.store.settle()
+        tiers = bench.store.tiers
+        assert tiers.disk_quotas is not None
+        assert sum(chunk.root == bench.root(b"a") for chunk in tiers.index) < 12, "also on disk"
+        limits[tenant] = quota
+        await bench.put([400], salt=b"a")
+        bench.store.accounts.reload()
+        await bench.store.sweep()
+        account = bench.store.accounts.account_of(tenant)
+        own = [chunk for chunk in tiers.index if chunk.tenant is account]
+        assert own
+        assert tiers.arena_quotas.usage_of(account) == PAGE * sum(c.arena_state is Residency.PRESENT for c in own)
+        assert tiers.disk_quotas.usage_of(account) > 0
+
+
+async def test_a_chunk_deleted_while_new_limits_are_applied_is_not_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yield_timer, "_SLICE_SECONDS", -1.0)  # yields after each chunk
+    limits = TenantLimits()
+    async with opened() as bench:
+        bench.store.accounts._limits_of = lambda _: limits
+        await bench.store._upkeep.stop()
+        for n in range(5):
+            await bench.put([n])
+        await bench.store.settle()
+        limits = TenantLimits(ttl_seconds=10)
+        bench.store.accounts.reload()
+        sweep = asyncio.ensure_future(bench.store.sweep())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for chunk in list(bench.store.tiers.index):
+            bench.store.tiers.remove_subtree(chunk, LossCause.DELETED)
+        await sweep
+        bench.clock.now += 11
+        await bench.store.sweep()
 
 
 async def test_a_prefix_that_is_not_durable_yet_takes_at_most_half_of_the_arena() -> None:

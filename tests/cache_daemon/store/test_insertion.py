@@ -12,7 +12,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.durable_tier import Put, WriteGroup
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.reservations import ReserveResult
+from cache_daemon.store.tier_manager import TierManager
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, node, prompt
@@ -21,20 +23,44 @@ from tests.cache_daemon.stores import Bench, opened
 PAGE = 4096
 
 
-def reserve(bench: Bench, ids: list[int]) -> list[tuple[ReserveResult, list[int]]]:
+def reserve(bench: Bench, ids: list[int], hints: PromptHints = NO_HINTS) -> list[tuple[ReserveResult, list[int]]]:
     """Reserve all chunks of a prompt at once, as a worker does."""
     headers, parent, parts = [], b"", []
     for start, end in pairwise([0, *cuts_of(ids)]):
         headers.append(bench.header(ids[start:end], start, parent))
         parts.append(ids[start:end])
         parent = keys.prefix_hash(parent or bench.root(), ids[start:end])
-    return list(zip(bench.store.reserve(bench.session, b"", headers), parts, strict=True))
+    return list(zip(bench.store.reserve(bench.session, b"", headers, hints), parts, strict=True))
 
 
 async def commit(bench: Bench, reserved: list[tuple[ReserveResult, list[int]]]) -> Counter[str]:
     items = [bench.fill(r, part) for r, part in reserved]
     outcomes = await bench.store.commit(bench.session, bench.store.epoch, items)
     return Counter(pb.CommitOutcome.Name(outcome).removeprefix("COMMIT_OUTCOME_") for outcome in outcomes)
+
+
+async def test_a_reserve_visits_each_ancestor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each header walked to the root, so one Reserve of copies of a deep chunk kept the daemon from all else."""
+    async with opened(400 * PAGE, 800 * PAGE, staging_bytes=4 << 20) as bench:
+        ids = prompt(300)
+        agent = PromptHints(group="agent")
+        assert (await commit(bench, reserve(bench, ids, agent)))["COMMITTED"] == 300
+        last = bench.store.probe(bench.root(), keys.token_bytes(ids))[-1].chunk
+        first = bench.store.tiers.index.path(last)[0]
+        assert (first.group, last.group) == ("agent", "agent")
+        visits, parent_of = 0, TierManager.parent_of
+
+        def count(tiers: TierManager, chunk: Chunk) -> Chunk | None:
+            nonlocal visits
+            visits += 1
+            return parent_of(tiers, chunk)
+
+        monkeypatch.setattr(TierManager, "parent_of", count)
+        header = bench.header(ids[-CHUNK:], len(ids) - CHUNK, last.parent_key)
+        results = bench.store.reserve(bench.session, b"", [header] * 64)
+        assert {r.outcome for r in results} == {pb.RESERVE_OUTCOME_ALREADY_STORED}
+        assert visits <= 300 + 64
+        assert (first.group, last.group) == ("", ""), "a caller without a group uses them all"
 
 
 async def test_a_commit_of_what_a_remote_fetch_has_listed_meanwhile_lists_nothing_twice() -> None:

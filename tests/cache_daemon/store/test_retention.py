@@ -16,8 +16,9 @@ from benchmarks.peer import payload_of
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.durable.durable_tier import WriteGroup
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
-from cache_daemon.store.retained_chunks import NOTE_PREFIX
+from cache_daemon.store.retained_chunks import NOTE_PREFIX, RetainedChunks
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import Bench, FakeClock, opened
@@ -140,6 +141,57 @@ async def test_a_refused_retention_begins_when_the_quota_allows_it() -> None:
         assert bench.store.find(bench.root(b"a"), second).is_retained
         await bench.store.sweep()
         assert bench.store.stats().retained_bytes == size
+
+
+async def test_a_sweep_retries_a_limited_number_of_retentions_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep walked all chunks with a deadline: each second, and without an answer to anyone meanwhile."""
+    limits = {b"a": TenantLimits(pin_bytes=0)}
+    async with opened(600 * SLOT, 1200 * SLOT, limits=limits, staging_bytes=4 << 20) as bench:
+        await bench.store._upkeep.stop()
+        reserved = [bench.header([i]) for i in range(500)]
+        results = bench.store.reserve(bench.session, b"a", reserved, retain(bench, 3600))
+        items = [bench.fill(result, [i]) for i, result in enumerate(results)]
+        assert set(await bench.store.commit(bench.session, bench.store.epoch, items)) == {pb.COMMIT_OUTCOME_COMMITTED}
+        await bench.store.settle()
+        tried, fits = [], RetainedChunks._fits
+
+        def count(self: RetainedChunks, chunk: Chunk) -> bool:
+            tried.append(chunk)
+            return fits(self, chunk)
+
+        monkeypatch.setattr(RetainedChunks, "_fits", count)
+        await bench.store.sweep()
+        assert 0 < len(tried) <= 256
+        await bench.store.sweep()
+        assert len(set(tried)) == 500, "each chunk has its turn"
+        bench.store.accounts.account_of(keys.tenant_id(b"a")).limits = TenantLimits()
+        for _ in range(2):
+            await bench.store.sweep()
+        assert bench.store.accounts.account_of(keys.tenant_id(b"a")).retained_chunks == 500
+        bench.clock.now += 1800
+        await use(bench, [7], retain(bench, 3600), salt=b"a")
+        bench.clock.now += 1801
+        await bench.store.sweep()
+        assert bench.store.accounts.account_of(keys.tenant_id(b"a")).retained_chunks == 1, "a use extended one"
+
+
+async def test_a_smaller_budget_after_a_restart_spares_pinned_and_retained_chunks() -> None:
+    """The start evicted for the budget before it read the pins, and deleted the pins of evicted chunks for good."""
+    disk = MemoryTier()
+    async with opened(arena_bytes=40 * SLOT, budget_bytes=40 * SLOT, tier=disk) as bench:
+        bench.store.pin(bench.root(), await put(bench, [1, 2]))
+        await put(bench, [3, 4], retain(bench, 3600))
+        for i in range(30):
+            await put(bench, [100 + i])
+            await use(bench, [100 + i])
+    async with opened(arena_bytes=40 * SLOT, budget_bytes=20 * SLOT, tier=disk) as bench:
+        assert len(bench.store.tiers.index) < 32, "the budget is met at once"
+        assert bench.store.stats().durable_bytes <= 20 * SLOT
+        assert (known(bench, [1, 2]), known(bench, [3, 4])) == (2, 2)
+        assert bench.store.stats().pinned_bytes > 0
+        assert bench.store.stats().retained_bytes > 0
+    async with opened(arena_bytes=40 * SLOT, budget_bytes=20 * SLOT, tier=disk) as bench:
+        assert bench.store.stats().pinned_bytes > 0
 
 
 async def test_the_end_of_a_session_ends_its_retentions() -> None:

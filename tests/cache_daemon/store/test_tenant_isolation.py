@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,12 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.net.channel import channel
 
 from benchmarks.certificate_authority import CertificateAuthority
+from benchmarks.condition_wait import until
 from benchmarks.node import Node, free_port
 from tests import seeds
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
 
+COMMITTED, PERSISTED = pb.EVENT_TYPE_COMMITTED, pb.EVENT_TYPE_PERSISTED
 NAMESPACE = keys.namespace_id(descriptor())
 IDS = list(range(300))
 
@@ -107,6 +110,41 @@ def test_a_token_of_one_tenant_sees_nothing_of_another(node: Node) -> None:
         assert not bob.List(pb.ListRequest(**mine)).chunks
         assert bob.Stats(pb.StatsRequest(**mine)).chunks == 0
     assert peer.read(IDS, salt=b"alice") == len(IDS)
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"alice"', '"carol"', grpc.StatusCode.PERMISSION_DENIED),
+        ('"sha256:', f'"sha256:{"0" * 64}", "sha256:', None),
+        (hashlib.sha256(b"alice" * 4).hexdigest(), "0" * 64, grpc.StatusCode.UNAUTHENTICATED),
+    ],
+    ids=["another salt", "one token more", "revoked token"],
+)
+def test_a_reload_that_changes_a_callers_rights_ends_its_watch(
+    node: Any, tmp_path: Path, old: str, new: str, expected: grpc.StatusCode | None
+) -> None:
+    """Watch authenticated once, so a revoked token received token ids until its client hung up."""
+    peer, table = Peer(node), tmp_path / "tenants.toml"
+    with by_token(node, "alice") as door, by_token(node, "bob") as other:
+        alice: Any = CacheServiceStub(door)
+        bob: Any = CacheServiceStub(other)
+        watch = alice.Watch(pb.WatchRequest(namespace=NAMESPACE, tenant_salt=b"alice", with_tokens=True), timeout=60)
+        next(watch)
+        peer.put([1, 2], salt=b"alice")
+        events = [next(watch), next(watch)]
+        assert [(e.type, list(e.chunk.token_ids)) for e in events] == [(t, [1, 2]) for t in (COMMITTED, PERSISTED)]
+        table.write_text(table.read_text().replace(old, new, 1).replace('"bob"', '"reloaded"'))
+        node._processes["a-daemon"].send_signal(signal.SIGHUP)
+        request = pb.MatchRequest(namespace=NAMESPACE, tenant_salt=b"bob", token_ids=[1])
+        until(lambda: code_of(lambda: bob.Match(request))[0] is grpc.StatusCode.PERMISSION_DENIED)
+        peer.put([3, 4], salt=b"alice")
+        if expected is None:
+            assert list(next(watch).chunk.token_ids) == [3, 4], "the rights are the same"
+            watch.cancel()
+        else:
+            assert code_of(lambda: next(watch))[0] is expected
     peer.close()
 
 
