@@ -171,10 +171,15 @@ class ChatTemplate:
         """Return the markers of calls in the answer's text; None if the request allows no calls."""
         return CALLS[self._dialect] if self.parser(request) is not None else None
 
-    def reasoning_splitter(self, chat: pb.Chat, prompt_end: str) -> ReasoningSplitter | None:
-        """Create a splitter for the answer to this prompt; None if the answer starts no reasoning."""
+    def reasoning_splitter(self, request: pb.GenerateRequest, prompt_end: str) -> ReasoningSplitter | None:
+        """Create a splitter for the answer to this prompt; None if the answer starts no reasoning.
+
+        A grammar that the answer follows from its first token allows no reasoning, even if the prompt has opened it.
+        """
+        if request.HasField("grammar") or request.tool_use.mode == pb.TOOL_MODE_REQUIRED:
+            return None
         begun = opens_reasoning(prompt_end)
-        fresh = chat.answer_start == pb.ANSWER_START_UNSPECIFIED
+        fresh = request.prompt.chat.answer_start == pb.ANSWER_START_UNSPECIFIED
         return ReasoningSplitter(begun) if self._marks_reasoning and (begun or fresh) else None
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:

@@ -194,7 +194,7 @@ class RequestBuilder:
         if not request.prompt.HasField("chat"):
             return None
         prompt = sequence.tokens[: sequence.request.num_prompt_tokens]
-        return self.chat_template.reasoning_splitter(request.prompt.chat, self.tokenizer.text(prompt[-_TAIL_TOKENS:]))
+        return self.chat_template.reasoning_splitter(request, self.tokenizer.text(prompt[-_TAIL_TOKENS:]))
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """Build a request's sampling parameters; unset fields get the model's defaults (generation_config.json)."""
