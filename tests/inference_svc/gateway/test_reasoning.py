@@ -112,6 +112,23 @@ def test_a_call_that_is_demanded_is_no_reasoning(thinker: Gateway) -> None:
     assert message["reasoning"] == "a day", "the grammar of strict calls allows text before a call"
 
 
+def test_a_call_comes_back_without_the_reasoning_before_it(thinker: Gateway) -> None:
+    """The worker kept all tokens of an answer with a call, so the next prompt had reasoning that no client sent."""
+    options: Any = {"tools": TOOLS, "temperature": 0, "max_tokens": 40}
+    message = thinker.post("/v1/chat/completions", messages=SAID, **options)["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (message["reasoning"], call["function"]["name"]) == ("a day", "now")
+
+    def tokens(call_id: str) -> list[int]:
+        back = {"role": "assistant", "content": message["content"], "tool_calls": [{**call, "id": call_id}]}
+        result = {"role": "tool", "tool_call_id": call_id, "content": "noon"}
+        found = thinker.post("/tokenize", messages=[*SAID, back, result], tools=TOOLS)["tokens"]
+        assert isinstance(found, list)
+        return found
+
+    assert tokens(call["id"]) == tokens("another00"), "as from a worker that knows nothing of the answer"
+
+
 def test_reasoning_that_is_sent_back_is_for_the_template_to_write(thinker: Gateway) -> None:
     model = thinker.client.models.list().data[0].id
     asked = {"role": "user", "content": "a"}
