@@ -138,6 +138,7 @@ class RequestBuilder:
             sampling_params=params,
             stop_token_ids=stops,
             own_stop_token_ids=own_stops if request.ignore_eos else own_stops - ends,
+            end_token_ids=ends,
             include_stop=request.include_stop,
             cache=cache if scored is None else replace(cache, read=False),
             num_logprobs=request_options.logprobs("logprobs", request),

@@ -110,3 +110,16 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
     asked.truncation = 9  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="truncation is 9"):
         prompter.build(asked, lambda _: None, 0.0)
+
+
+def test_a_grammar_does_not_end_before_min_tokens_even_if_end_tokens_are_ignored() -> None:
+    """A grammar is complete at an end token, so the answer ended there before ``min_tokens``."""
+    loaded = load("demo")
+    prompter = RequestBuilder(loaded, 100)
+
+    def masked(**options: Any) -> set[int]:
+        asked = to_request([7], max_tokens=30, min_tokens=12, stop_token_ids=[9], **options)
+        return set(prompter.build(asked, lambda _: None, 0.0).sampling.too_early)
+
+    assert masked(ignore_eos=True, regex="[a-z]{1,40}") == masked() == {9, *loaded.stop_tokens}
+    assert masked(ignore_eos=True) == {9}
