@@ -108,6 +108,38 @@ def test_a_marker_may_arrive_in_parts(parts: list[str], shown: str) -> None:
     assert "".join([*map(out.push, tokens), out.finish()]) == shown
 
 
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("calls", "unstopped", "rest", "shown"),
+    [
+        (TAGGED, "<call>a", " day</call> day", "<call>a day</call>"),
+        (TAGGED, "a day <call>", "a day</call> day", "a day <call>a day</call>"),
+        (TAGGED, "<call>a day</call>", " a day", "<call>a day</call> a"),
+        (TAGGED, "a <ca", "ll>a day</call> day", "a <call>a day</call>"),
+        (WHOLE, "one day", " {x} a day", "one day {x} a"),
+        (WHOLE, '{"q"', ': "a day"} day', '{"q": "a day"} day'),
+        (None, "one day", " a day", "one day a"),
+    ],
+)
+def test_calls_are_followed_while_the_answer_may_not_end(
+    calls: CallMarkers | None, unstopped: str, rest: str, shown: str
+) -> None:
+    """A call that began within ``min_tokens`` was ended by a stop string in its arguments."""
+    first = ids_of(unstopped)
+    out = IncrementalDetokenizer(TOKENIZER, (" day",), END, unstopped=len(first), calls=calls)
+    assert "".join([*map(out.push, [*first, *ids_of(rest)]), out.finish()]) == shown
+
+
+def test_held_text_of_the_first_tokens_does_not_end_the_answer() -> None:
+    first = ids_of("a <")
+    out = IncrementalDetokenizer(TOKENIZER, ("<",), END, unstopped=len(first), calls=TAGGED)
+    assert "".join([*map(out.push, [*first, *ids_of("b < c")]), out.finish()]) == "a <b "
+
+
 @given(st.lists(st.sampled_from(["<call>", "</call>", "<ca", "a", "b ", "ab"]), max_size=12))
 def test_text_outside_calls_ends_at_the_stop_string(parts: list[str]) -> None:
     text, want, inside = "".join(parts), "", False
