@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer, _decoder_of
+from inference_svc.tool_calls.tool_call_format import CALLS
 from tests.inference_svc.sequence.llama2_tokenizer import llama2_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -105,6 +106,43 @@ def test_a_stop_string_does_not_end_a_call(calls: CallMarkers | None, text: str,
 def test_a_marker_may_arrive_in_parts(parts: list[str], shown: str) -> None:
     tokens = [token for part in parts for token in TOKENIZER(part, add_special_tokens=False)["input_ids"]]
     out = IncrementalDetokenizer(TOKENIZER, (" day",), END, calls=WHOLE)
+    assert "".join([*map(out.push, tokens), out.finish()]) == shown
+
+
+JSON = CALLS["json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("```python\na day", "```python\na"),
+        ("[1] a day", "[1] a"),
+        ("[ [a day", "[ [a"),
+        ("```\na day", "```\na"),
+        ('```json\n{"q": "a day"} day', '```json\n{"q": "a day"} day'),
+        ('```\n[\n  {"q": "a day"}] day', '```\n[\n  {"q": "a day"}] day'),
+        ('\n[ {"q": "a day"}] day', '\n[ {"q": "a day"}] day'),
+        ('{"q": "a day"}', '{"q": "a day"}'),
+        ("```json", "```json"),
+        ("[\n", "[\n"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_only_json_at_the_start_is_a_call(text: str, shown: str, whole: bool) -> None:
+    """Any list and code fence at the start of an answer counted as a call, so no stop string ended the answer."""
+    tokens = ids_of(text) if whole else [token for character in text for token in ids_of(character)]
+    out = IncrementalDetokenizer(TOKENIZER, (" day",), END, calls=JSON)
+    assert "".join([*map(out.push, tokens), out.finish()]) == shown
+    assert out.stopped == (shown != text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("```json\n{}", "```json\n{}"), ("```python\na", ""), ("```", ""), ("[```", "["), ('[\n{"```"}', '[\n{"```"}')],
+)
+def test_a_stop_string_in_an_undecided_start_waits_for_the_decision(text: str, shown: str) -> None:
+    out = IncrementalDetokenizer(TOKENIZER, ("```",), END, calls=JSON)
+    tokens = [token for character in text for token in ids_of(character)]
     assert "".join([*map(out.push, tokens), out.finish()]) == shown
 
 
