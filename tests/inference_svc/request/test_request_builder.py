@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from kvsidecar.errors import InvalidRequest, PromptTooLong
-from kvsidecar.inference.v1.inference_pb2 import Sampling
+from kvsidecar.inference.v1.inference_pb2 import GenerateRequest, Sampling
 from kvsidecar.requests import REST_OF_CONTEXT, to_request
 
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.request.request_builder import RequestBuilder
-from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
+from inference_svc.request.request_options import DEFAULT_MAX_TOKENS, stop_strings
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sequence.sequence import Sequence
 
@@ -123,3 +123,11 @@ def test_a_grammar_does_not_end_before_min_tokens_even_if_end_tokens_are_ignored
 
     assert masked(ignore_eos=True, regex="[a-z]{1,40}") == masked() == {9, *loaded.stop_tokens}
     assert masked(ignore_eos=True) == {9}
+
+
+def test_a_stop_string_that_is_too_long_is_refused() -> None:
+    """The search for its beginning takes time that grows with the square of its length."""
+    assert stop_strings(GenerateRequest(stop=["a" * 1024])) == ("a" * 1024,)
+    with pytest.raises(InvalidRequest, match="stop has a string of 5000 characters; at most 1024") as caught:
+        stop_strings(GenerateRequest(stop=["b", "a" * 5000]))
+    assert caught.value.param == "stop"
