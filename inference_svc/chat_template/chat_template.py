@@ -57,7 +57,7 @@ class ChatTemplate:
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
         self._knows_tools, self._marks_reasoning = renders_tools(template), marks_reasoning(template)
-        special = set(tokenizer.all_special_tokens)
+        special = _special_tokens(tokenizer)
         self._reasons_by_special = self._marks_reasoning and not special.isdisjoint((BEGIN, END))
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
@@ -171,16 +171,27 @@ class ChatTemplate:
         """Return the markers of calls in the answer's text; None if the request allows no calls."""
         return CALLS[self._dialect] if self.parser(request) is not None else None
 
-    def reasoning_splitter(self, chat: pb.Chat, prompt_end: str) -> ReasoningSplitter | None:
-        """Create a splitter for the answer to this prompt; None if the answer starts no reasoning."""
+    def reasoning_splitter(self, request: pb.GenerateRequest, prompt_end: str) -> ReasoningSplitter | None:
+        """Create a splitter for the answer to this prompt; None if the answer starts no reasoning.
+
+        A grammar that the answer follows from its first token allows no reasoning, even if the prompt has opened it.
+        """
+        if request.HasField("grammar") or request.tool_use.mode == pb.TOOL_MODE_REQUIRED:
+            return None
         begun = opens_reasoning(prompt_end)
-        fresh = chat.answer_start == pb.ANSWER_START_UNSPECIFIED
+        fresh = request.prompt.chat.answer_start == pb.ANSWER_START_UNSPECIFIED
         return ReasoningSplitter(begun) if self._marks_reasoning and (begun or fresh) else None
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
         """True if special tokens must be in the answer's text, because they mark calls or reasoning."""
         reasons = self._reasons_by_special and request.prompt.HasField("chat")
         return reasons or (self._marked_by_special and self.parser(request) is not None)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the tokens that the decoder omits; some are special only in tokenizer.json."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
 
 
 def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:

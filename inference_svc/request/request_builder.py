@@ -138,6 +138,7 @@ class RequestBuilder:
             sampling_params=params,
             stop_token_ids=stops,
             own_stop_token_ids=own_stops if request.ignore_eos else own_stops - ends,
+            end_token_ids=ends,
             include_stop=request.include_stop,
             cache=cache if scored is None else replace(cache, read=False),
             num_logprobs=request_options.logprobs("logprobs", request),
@@ -194,7 +195,7 @@ class RequestBuilder:
         if not request.prompt.HasField("chat"):
             return None
         prompt = sequence.tokens[: sequence.request.num_prompt_tokens]
-        return self.chat_template.reasoning_splitter(request.prompt.chat, self.tokenizer.text(prompt[-_TAIL_TOKENS:]))
+        return self.chat_template.reasoning_splitter(request, self.tokenizer.text(prompt[-_TAIL_TOKENS:]))
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """Build a request's sampling parameters; unset fields get the model's defaults (generation_config.json)."""

@@ -19,7 +19,7 @@ DEFAULT_MAX_TOKENS = 256
 # Limit of prompt tokens times alternatives. An alternative takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_SESSION_BYTES = 128
-_MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS = 8, 128, 20
+_MAX_STOPS, _MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS, _MAX_LOGPROBS = 8, 1024, 128, 20
 _MAX_LOGPROB_TOKENS = 128
 
 
@@ -60,6 +60,11 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
         raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop")
     if any(not s for s in request.stop):
         raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
+    longest = max(map(len, request.stop), default=0)
+    if longest > _MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop has a string of {longest} characters; at most {_MAX_STOP_CHARACTERS} are allowed", param="stop"
+        )
     return tuple(request.stop)
 
 

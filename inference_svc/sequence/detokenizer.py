@@ -19,8 +19,8 @@ _MAX_INCOMPLETE_TOKENS = 8
 class CallMarkers:
     """Texts that begin and end tool calls, within which stop strings have no effect.
 
-    ``start`` has the openings that begin a call only at the start of an answer. A call without an end marker lasts to
-    the end of the answer.
+    ``start`` has the openings that begin a call only at the start of an answer. White space before and within them is
+    ignored. A call without an end marker lasts to the end of the answer.
     """
 
     openings: tuple[str, ...] = ()
@@ -65,10 +65,13 @@ class IncrementalDetokenizer:
         self._shown_from = len(self._ids)  # ids before this index are converted to text
         self._context_from = 0  # ids before this index do not affect the text of later ids
         self._held = ""
+        self._unstopped_held = 0  # first characters of the held text, in which stop strings are ignored
         self._pushed, self._characters = 0, 0  # tokens; characters of whole text, with the held text
         self._incomplete = ""  # text of the tokens that end with a part of a character
         self.text_offset = 0
-        self._calls, self._in_call, self._begun = calls if stop else None, False, False
+        self._calls, self._in_call = calls if stop else None, False
+        # It is decided whether the answer begins with a call; or the held text may still become the start of a call.
+        self._begun = self._undecided = False
         self.stopped_by = ""
 
     @property
@@ -104,6 +107,7 @@ class IncrementalDetokenizer:
             return ""
         rest = self._text_in_context()
         self._shown_from = len(self._ids)
+        self._begun = True
         out = self._release(rest) if self._stop else rest
         if not self.stopped:
             out, self._held = out + self._held, ""
@@ -117,20 +121,20 @@ class IncrementalDetokenizer:
     def _release(self, text: str) -> str:
         self._held += text
         if self._pushed <= self._unstopped:
-            out, self._held = self._held, ""
-            return out
+            self._unstopped_held = len(self._held)
         calls = self._skip_calls(self._calls) if self._calls is not None else ""
-        if self._in_call:
+        if self._in_call or self._undecided:
             return calls
-        found = _first(self._held, self._stop)
+        found = self._first_stop()
         if found is not None:
             start, end = found
             self.stopped_by = self._held[start:end]
             return calls + self._held[: end if self._keeps_stop else start]
-        markers: tuple[str, ...] = ()
-        if self._calls is not None:
-            markers = self._calls.openings if self._begun else (*self._calls.openings, *self._calls.start)
-        return calls + self._take_all_but_beginning_of(*self._stop, *markers)
+        markers = self._calls.openings if self._calls is not None else ()
+        return calls + self._take_all_but_beginning_of(self._stop, markers)
+
+    def _first_stop(self) -> tuple[int, int] | None:
+        return _first(self._held, self._stop, self._unstopped_held)
 
     def _skip_calls(self, calls: CallMarkers) -> str:
         """Takes the text up to the end of the last call, unless a stop string comes before; may end inside a call."""
@@ -139,25 +143,33 @@ class IncrementalDetokenizer:
             if self._in_call:
                 ended = _first(self._held, calls.ends)
                 if ended is None:
-                    return out + self._take_all_but_beginning_of(*calls.ends)
+                    return out + self._take_all_but_beginning_of((), calls.ends)
                 self._in_call, taken = False, ended[1]
             else:
-                beginning = self._held.lstrip()
-                opened = _first(self._held, calls.openings)
-                if not self._begun and beginning.startswith(calls.start):
-                    opened = 0, len(self._held)
-                # A marker may arrive in parts.
-                self._begun |= opened is not None or not any(one.startswith(beginning) for one in calls.start)
-                stopped = _first(self._held, self._stop)
+                opened = self._first_opening(calls)
+                stopped = self._first_stop()
                 if opened is None or (stopped is not None and stopped[0] < opened[0]):
                     return out
                 self._in_call, taken = True, opened[1]
-            out, self._held = out + self._held[:taken], self._held[taken:]
+            out += self._take(taken)
 
-    def _take_all_but_beginning_of(self, *markers: str) -> str:
-        """Takes the text, except an end that may be the beginning of a marker."""
-        keep = max((_overlap(self._held, marker) for marker in markers), default=0)
-        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+    def _first_opening(self, calls: CallMarkers) -> tuple[int, int] | None:
+        beginning = "" if self._begun else "".join(self._held.split())
+        started = beginning.startswith(calls.start)
+        # The start of a call may arrive in parts.
+        self._undecided = bool(beginning) and not started and any(one.startswith(beginning) for one in calls.start)
+        self._begun |= bool(beginning) and not self._undecided
+        return (0, len(self._held)) if started else _first(self._held, calls.openings)
+
+    def _take_all_but_beginning_of(self, stops: tuple[str, ...], markers: tuple[str, ...]) -> str:
+        """Takes the text, except an end that may be the beginning of a stop string or a marker."""
+        stoppable = self._held[self._unstopped_held :]
+        lengths = [*(_overlap(stoppable, stop) for stop in stops), *(_overlap(self._held, one) for one in markers)]
+        return self._take(len(self._held) - max(lengths, default=0))
+
+    def _take(self, length: int) -> str:
+        out, self._held = self._held[:length], self._held[length:]
+        self._unstopped_held = max(0, self._unstopped_held - length)
         return out
 
 
@@ -220,9 +232,9 @@ def _offset_after(incomplete: str, text: str) -> int:
     return next(n for n in range(len(incomplete), -1, -1) if text.startswith(incomplete[:n]))
 
 
-def _first(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:
-    """Returns start and end of the first marker in ``text``."""
-    return min(((at, at + len(marker)) for marker in markers if (at := text.find(marker)) >= 0), default=None)
+def _first(text: str, markers: tuple[str, ...], begin: int = 0) -> tuple[int, int] | None:
+    """Returns start and end of the first marker in ``text`` from ``begin`` on."""
+    return min(((at, at + len(marker)) for marker in markers if (at := text.find(marker, begin)) >= 0), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -48,6 +48,7 @@ class GenerationRequest:
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]  # tokens that end the answer
     own_stop_token_ids: frozenset[int] = frozenset()  # the members of stop_token_ids that the request itself names
+    end_token_ids: frozenset[int] = frozenset()  # the model's; they complete a grammar even if they do not stop
     include_stop: bool = False  # the text of the stop token or string is part of the answer
     cache: CacheParams = field(default_factory=CacheParams)
     num_logprobs: int | None = None

@@ -151,13 +151,16 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
+        stops = request.stop_token_ids
+        if self.grammar is not None:
+            stops |= request.end_token_ids
         self.speculation = SpeculationState(request.speculation)
         self.sampling = SamplingState(
             request.sampling_params,
             request.num_logprobs,
             self.tokens[: request.num_prompt_tokens],
             self.grammar,
-            request.stop_token_ids,
+            stops,
             request.logprob_tokens,
         )
 

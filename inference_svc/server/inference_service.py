@@ -141,11 +141,12 @@ class InferenceService(InferenceServiceServicer):
                         read_calls(calls, part)
                         texts.append(part.text)
                         add_calls(message.tool_calls, part.tool_calls)
-                        # The answer's tokens may include a stop string or an excess call that ``message`` lacks. The
-                        # tokens of such answers are not kept.
+                        # The answer's tokens may include a stop string, an excess call or reasoning that ``message``
+                        # lacks. The tokens of such answers are not kept.
                         finish, stopped_by = part.finish_reason, part.WhichOneof("stopped_by")
                         called = finish == pb.FINISH_REASON_TOOL_CALLS and stopped_by is None
-                        if called and calls.calls == len(message.tool_calls):
+                        reasoned = thinking is not None and thinking.tokens > 0
+                        if called and not reasoned and calls.calls == len(message.tool_calls):
                             message.content = "".join(texts)
                             self._tokenizer.keep_calls(request.cache.tenant_salt, sequence, message)
                     parts.append(part)

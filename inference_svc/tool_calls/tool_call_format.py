@@ -29,13 +29,16 @@ MARKERS: dict[ToolCallFormat, tuple[str, ...]] = {
     "qwen3_coder": (HERMES, HERMES_END),
     "json": (),
 }
-# The same for the detokenizer: where stop strings have no effect.
+# JSON that begins a call: an object, or a list of objects. In a code fence, its language may be named.
+_JSON = ("{", "[{")
+_FENCED_JSON = tuple(f"{fence}{json_start}" for fence in ("```", "```json") for json_start in _JSON)
+# Markers for the detokenizer: where stop strings have no effect.
 CALLS: dict[ToolCallFormat, CallMarkers] = {
     "hermes": CallMarkers((HERMES,), (HERMES_END,)),
-    "llama3_json": CallMarkers((LLAMA,), (), ("{",)),
+    "llama3_json": CallMarkers((LLAMA,), (), _JSON),
     "mistral": CallMarkers((MISTRAL,)),
     "qwen3_coder": CallMarkers((HERMES, FUNCTION), (HERMES_END, FUNCTION_END)),
-    "json": CallMarkers((), (), ("{", "[", "```")),
+    "json": CallMarkers((), (), _JSON + _FENCED_JSON),
 }
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -13,6 +13,7 @@ import pytest
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
+from tokenizers import AddedToken
 
 from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
@@ -164,6 +165,29 @@ def test_markers_that_are_special_are_shown_to_the_parser_alone() -> None:
     assert made.shows_special(to_request(HISTORY[:1], tools=TOOLS))
     assert not made.shows_special(to_request(HISTORY[:1], tools=TOOLS, tool_choice="none"))
     assert not made.shows_special(to_request(HISTORY[:1]))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "special", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]", '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+        ("hermes", "<tool_call>", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+    ],
+)
+def test_a_marker_that_only_the_tokenizers_file_calls_special_is_shown(dialect: str, special: str, text: str) -> None:
+    """Mistral's tokenizers do not name their markers as special tokens: the call arrived as text."""
+    own = copy.deepcopy(TOKENIZER)
+    own.chat_template = TEMPLATES[dialect]
+    own.backend_tokenizer.add_special_tokens([AddedToken(special, special=True, normalized=False)])
+    assert special not in own.all_special_tokens
+    made = ChatTemplate("a model", own, GrammarCompiler(own, 4096, END))
+    request = to_request(HISTORY[:1], tools=TOOLS)
+    shown = own.decode(own(text)["input_ids"], skip_special_tokens=not made.shows_special(request))
+    parser = made.parser(request)
+    assert parser is not None
+    deltas = parser.feed(shown) + parser.finish()
+    assert [delta.name for delta in deltas if delta.name] == ["now"]
+    assert not any(delta.text for delta in deltas)
 
 
 def test_names_in_messages_are_bounded() -> None:

@@ -112,8 +112,11 @@ def test_a_grammar_that_is_at_its_end_ends_the_answer_all_the_same(gateway: Gate
         )
         assert re.fullmatch("ab?", found["text"])
         assert found["finish_reason"] == "stop"
-    longer = complete(gateway, guided_regex="[a-z]{1,40}", min_tokens=12, max_tokens=40, ignore_eos=False)
-    assert len(longer["text"]) >= 12
+    for ignored in (False, True):
+        longer = complete(
+            gateway, guided_regex="[a-z]{1,40}", min_tokens=12, max_tokens=40, ignore_eos=ignored, logprobs=0
+        )
+        assert len(longer["text"]) >= len(longer["logprobs"]["tokens"]) >= 12
     end = complete(gateway, allowed_token_ids=[tokens(gateway, "a")[0]], min_tokens=5, max_tokens=6)
     assert end["text"] == "aaaaaa"
 

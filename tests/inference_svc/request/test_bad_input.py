@@ -26,6 +26,7 @@ BAD: list[tuple[Any, dict[str, Any], type[KVSidecarError], str]] = [
     ("x", {"max_tokens": 0}, InvalidRequest, "max_tokens is 0"),
     ("x", {"stop": [""]}, InvalidRequest, "stop has an empty string"),
     ("x", {"stop": ["a"] * 9}, InvalidRequest, "stop has 9 strings"),
+    ("x", {"stop": ["a" * 1025]}, InvalidRequest, "stop has a string of 1025 characters; at most 1024 are allowed"),
     ("x", {"logprobs": 21}, InvalidRequest, "logprobs is 21"),
     ("x", {"tenant_salt": b"s" * 300}, InvalidRequest, "tenant_salt has 300 bytes"),
     ("x", {"request_id": "i" * 200}, InvalidRequest, "request_id has 200"),

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from kvsidecar.errors import InvalidRequest, PromptTooLong
-from kvsidecar.inference.v1.inference_pb2 import Sampling
+from kvsidecar.inference.v1.inference_pb2 import GenerateRequest, Sampling
 from kvsidecar.requests import REST_OF_CONTEXT, to_request
 
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.request.request_builder import RequestBuilder
-from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
+from inference_svc.request.request_options import DEFAULT_MAX_TOKENS, stop_strings
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sequence.sequence import Sequence
 
@@ -110,3 +110,24 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
     asked.truncation = 9  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="truncation is 9"):
         prompter.build(asked, lambda _: None, 0.0)
+
+
+def test_a_grammar_does_not_end_before_min_tokens_even_if_end_tokens_are_ignored() -> None:
+    """A grammar is complete at an end token, so the answer ended there before ``min_tokens``."""
+    loaded = load("demo")
+    prompter = RequestBuilder(loaded, 100)
+
+    def masked(**options: Any) -> set[int]:
+        asked = to_request([7], max_tokens=30, min_tokens=12, stop_token_ids=[9], **options)
+        return set(prompter.build(asked, lambda _: None, 0.0).sampling.too_early)
+
+    assert masked(ignore_eos=True, regex="[a-z]{1,40}") == masked() == {9, *loaded.stop_tokens}
+    assert masked(ignore_eos=True) == {9}
+
+
+def test_a_stop_string_that_is_too_long_is_refused() -> None:
+    """The search for its beginning takes time that grows with the square of its length."""
+    assert stop_strings(GenerateRequest(stop=["a" * 1024])) == ("a" * 1024,)
+    with pytest.raises(InvalidRequest, match="stop has a string of 5000 characters; at most 1024") as caught:
+        stop_strings(GenerateRequest(stop=["b", "a" * 5000]))
+    assert caught.value.param == "stop"

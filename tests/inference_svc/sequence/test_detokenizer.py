@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer, _decoder_of
+from inference_svc.tool_calls.tool_call_format import CALLS
 from tests.inference_svc.sequence.llama2_tokenizer import llama2_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -106,6 +107,75 @@ def test_a_marker_may_arrive_in_parts(parts: list[str], shown: str) -> None:
     tokens = [token for part in parts for token in TOKENIZER(part, add_special_tokens=False)["input_ids"]]
     out = IncrementalDetokenizer(TOKENIZER, (" day",), END, calls=WHOLE)
     assert "".join([*map(out.push, tokens), out.finish()]) == shown
+
+
+JSON = CALLS["json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("```python\na day", "```python\na"),
+        ("[1] a day", "[1] a"),
+        ("[ [a day", "[ [a"),
+        ("```\na day", "```\na"),
+        ('```json\n{"q": "a day"} day', '```json\n{"q": "a day"} day'),
+        ('```\n[\n  {"q": "a day"}] day', '```\n[\n  {"q": "a day"}] day'),
+        ('\n[ {"q": "a day"}] day', '\n[ {"q": "a day"}] day'),
+        ('{"q": "a day"}', '{"q": "a day"}'),
+        ("```json", "```json"),
+        ("[\n", "[\n"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_only_json_at_the_start_is_a_call(text: str, shown: str, whole: bool) -> None:
+    """Any list and code fence at the start of an answer counted as a call, so no stop string ended the answer."""
+    tokens = ids_of(text) if whole else [token for character in text for token in ids_of(character)]
+    out = IncrementalDetokenizer(TOKENIZER, (" day",), END, calls=JSON)
+    assert "".join([*map(out.push, tokens), out.finish()]) == shown
+    assert out.stopped == (shown != text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("```json\n{}", "```json\n{}"), ("```python\na", ""), ("```", ""), ("[```", "["), ('[\n{"```"}', '[\n{"```"}')],
+)
+def test_a_stop_string_in_an_undecided_start_waits_for_the_decision(text: str, shown: str) -> None:
+    out = IncrementalDetokenizer(TOKENIZER, ("```",), END, calls=JSON)
+    tokens = [token for character in text for token in ids_of(character)]
+    assert "".join([*map(out.push, tokens), out.finish()]) == shown
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("calls", "unstopped", "rest", "shown"),
+    [
+        (TAGGED, "<call>a", " day</call> day", "<call>a day</call>"),
+        (TAGGED, "a day <call>", "a day</call> day", "a day <call>a day</call>"),
+        (TAGGED, "<call>a day</call>", " a day", "<call>a day</call> a"),
+        (TAGGED, "a <ca", "ll>a day</call> day", "a <call>a day</call>"),
+        (WHOLE, "one day", " {x} a day", "one day {x} a"),
+        (WHOLE, '{"q"', ': "a day"} day', '{"q": "a day"} day'),
+        (None, "one day", " a day", "one day a"),
+    ],
+)
+def test_calls_are_followed_while_the_answer_may_not_end(
+    calls: CallMarkers | None, unstopped: str, rest: str, shown: str
+) -> None:
+    """A call that began within ``min_tokens`` was ended by a stop string in its arguments."""
+    first = ids_of(unstopped)
+    out = IncrementalDetokenizer(TOKENIZER, (" day",), END, unstopped=len(first), calls=calls)
+    assert "".join([*map(out.push, [*first, *ids_of(rest)]), out.finish()]) == shown
+
+
+def test_held_text_of_the_first_tokens_does_not_end_the_answer() -> None:
+    first = ids_of("a <")
+    out = IncrementalDetokenizer(TOKENIZER, ("<",), END, unstopped=len(first), calls=TAGGED)
+    assert "".join([*map(out.push, [*first, *ids_of("b < c")]), out.finish()]) == "a <b "
 
 
 @given(st.lists(st.sampled_from(["<call>", "</call>", "<ca", "a", "b ", "ab"]), max_size=12))

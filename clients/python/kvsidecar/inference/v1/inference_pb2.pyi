@@ -756,7 +756,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends before the first of these strings. At most 8 strings; no string is empty."""
+        """Generation ends before the first of these strings. At most 8 strings, each of 1 to 1,024 characters."""
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
