@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kvkernels.cuda.cuda_library import KernelLaunchError
+from kvkernels.device.cuda_device import CudaDevice
 from kvkernels.device.cuda_graph_recorder import CudaGraphRecorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -218,10 +219,15 @@ class FakeCuda:
     def __init__(self, capture_fails: bool) -> None:
         self.stream_now, self.captures, self.capture_fails = "default", 0, capture_fails
         self.pool_users: dict[tuple[int, int], int] = {}
-        self._pools = itertools.count(1)
+        self._pools, self._handles = itertools.count(1), itertools.cycle(range(32))
+        self.used: set[int] = set()  # handles of streams that were current
 
-    def Stream(self) -> Any:
-        return SimpleNamespace(name="side", wait_stream=lambda other: None, synchronize=lambda: None)
+    def Stream(self, device: object = None) -> Any:
+        """Return the next stream of the device's 32, as torch does."""
+        handle = next(self._handles)
+        return SimpleNamespace(
+            name="side", cuda_stream=handle, wait_stream=lambda other: None, synchronize=lambda: None
+        )
 
     def current_stream(self) -> Any:
         return SimpleNamespace(name=self.stream_now, wait_stream=lambda other: None)
@@ -232,6 +238,7 @@ class FakeCuda:
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         before, self.stream_now = self.stream_now, stream.name
+        self.used.add(stream.cuda_stream)
         try:
             yield
         finally:
@@ -288,6 +295,19 @@ def test_graphs_share_a_pool_as_long_as_one_of_them_lives() -> None:
     replay = recorder.record(step)
     assert cuda.pool_users == {(0, 1): 0, (0, 2): 1}, "torch refuses a pool without graphs"
     assert float(replay()) == 0.0
+
+
+def test_no_recording_uses_a_stream_of_the_chunk_loader() -> None:
+    """A copy on a stream that is captured invalidates the capture, or is captured and never runs."""
+    cuda = FakeCuda(capture_fails=False)
+    device = CudaDevice(torch.device("cuda", 0))
+    device._cuda, device._recorder = cuda, recorder_on(cuda)
+    lanes = {device.stream().handle for _ in range(8)}
+    for _ in range(40):
+        device.record_graph(lambda: torch.zeros(1))
+    assert len(lanes) == 8
+    assert cuda.used
+    assert not lanes & cuda.used
 
 
 def read_on_host() -> Tensor:
