@@ -56,6 +56,7 @@ class CudaGraphRecorder:
                 with CaptureCheck(cuda.get_device_capability(self._device)):
                     step()
                 stream.synchronize()
+                cuda.empty_cache()  # a capture cannot use memory that torch keeps, nor free it
                 memory = self._memory() or _GraphMemory(cuda.graph_pool_handle())
                 out = self._captured(graph, memory, step)
                 self._memory = weakref.ref(memory)
