@@ -9,6 +9,7 @@ slot.
 from __future__ import annotations
 
 import math
+import time
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,8 @@ from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch, Se
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 _MIN_KEYS = 1024
+# A failed attempt computes the step and its capture in vain, so a recording without memory is not tried at every step.
+_RETRY_SECONDS = 10.0
 
 log = structlog.get_logger("engine")
 
@@ -124,6 +127,7 @@ class CudaGraphs:
         self._most = most_sequences
         self._recorded: dict[tuple[int, int], _CapturedStep] = {}
         self._refused = False
+        self._next_attempts: dict[tuple[int, int], float] = {}  # of recordings that did not fit in memory
 
     def serves(self, spans: list[SequenceSlice]) -> bool:
         """True if all slices are single rows of contiguous sequences that the CUDA attention serves."""
@@ -134,21 +138,35 @@ class CudaGraphs:
             and "decode" in native.kinds
             and len(spans) <= self._most
             and all(_is_decode(span) for span in spans)
+            and time.monotonic() >= self._next_attempts.get(_bucket_of(spans), 0.0)
         )
 
     def __call__(self, spans: list[SequenceSlice]) -> Tensor | None:
         """Computes logits ``[spans, vocabulary]`` of spans for which ``serves`` is true; valid until the next call.
 
-        Returns None if the step cannot be recorded; from then on ``serves`` is always false.
+        Returns None if the step cannot be recorded; from then on ``serves`` is always false. If the recording does not
+        fit in device memory, ``serves`` is false for steps of its size, for some seconds.
         """
-        bucket = _power(len(spans), 1), _power(max(s.end for s in spans), _MIN_KEYS)
-        recorded = self._recorded.get(bucket)
-        if recorded is None:
-            recorded = self._recorded[bucket] = _CapturedStep(self._decoder, self._pool, *bucket)
+        bucket = _bucket_of(spans)
         try:
+            recorded = self._recorded.get(bucket)
+            if recorded is None:
+                recorded = self._recorded[bucket] = _CapturedStep(self._decoder, self._pool, *bucket)
             return recorded(spans, self._recorder)
         except KernelLaunchError:
             raise
+        except torch.OutOfMemoryError as error:
+            check_device(self._pool.keys.device, error)
+            self._recorded.pop(bucket, None)
+            self._next_attempts[bucket] = time.monotonic() + _RETRY_SECONDS
+            log.warning(
+                "the recording of a decode step does not fit in device memory; steps of its size run one by one",
+                sequences=bucket[0],
+                max_keys=bucket[1],
+                next_attempt_seconds=_RETRY_SECONDS,
+                reason=str(error).splitlines()[0],
+            )
+            return None
         except RuntimeError as error:
             check_device(self._pool.keys.device, error)
             self._refused = True
@@ -182,6 +200,11 @@ def _first_slot(span: SequenceSlice) -> int:
     first = span.table.first_slot
     assert first is not None, "not served"
     return first
+
+
+def _bucket_of(spans: list[SequenceSlice]) -> tuple[int, int]:
+    """Returns the number of sequences and the maximum number of keys of the recording that serves the slices."""
+    return _power(len(spans), 1), _power(max(s.end for s in spans), _MIN_KEYS)
 
 
 def _power(count: int, least: int) -> int:

@@ -106,6 +106,7 @@ class NumericsProbe:
                 torch.__version__,
                 torch.version.cuda,
                 sorted(getattr(self._native, "kinds", ())),
+                getattr(self._native, "library", None) is not None,  # computes long prompts, which are not hashed
             ]
         return [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__, self._threads]
 

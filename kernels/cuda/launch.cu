@@ -25,7 +25,16 @@ const Registered* find(const char* name) {
 }
 }  // namespace kvk
 
+#define KVK_TEXT_OF(x) #x
+#define KVK_TEXT(x) KVK_TEXT_OF(x)
+
 extern "C" {
+
+// Fingerprint of the sources from which the library was built (cuda_sources.py).
+const char* kvk_fingerprint() { return KVK_TEXT(KVK_FINGERPRINT); }
+
+// Architectures of the library's machine code, such as 80_90. It also has PTX of the last one.
+const char* kvk_architectures() { return KVK_TEXT(KVK_ARCHITECTURES); }
 
 // Number of usable devices, or the negative CUDA error (-35: no driver).
 int kvk_devices() {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvkernels import ops
-from kvkernels.cuda import kernel_select, nvrtc
+from kvkernels.cuda import cuda_sources, kernel_select, nvrtc
+from kvkernels.cuda.cuda_build import identity_flags
 from kvkernels.cuda.cuda_driver import CubinModule, PrimaryContext
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection, kernels_for, load_library
@@ -117,10 +120,18 @@ def test_the_librarys_kernels_run_on_the_device_that_was_asked_for(
         yield
         current.pop()
 
-    library = SimpleNamespace(devices=2, launch=lambda *_: launched.append([*current]))
+    library = SimpleNamespace(
+        devices=2,
+        fingerprint=cuda_sources.fingerprint("cuda"),
+        runs_on=lambda capability: capability == (9, 0),
+        launch=lambda *_: launched.append([*current]),
+    )
+    facts = SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(kernel_select, "LIBRARY", tmp_path)
     monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: library)
-    monkeypatch.setattr(kernel_select, "device_of", lambda card: SimpleNamespace(guard=lambda: device(card.index)))
+    monkeypatch.setattr(
+        kernel_select, "device_of", lambda card: SimpleNamespace(guard=lambda: device(card.index), facts=facts)
+    )
     launch(load_library(1))
     assert launched == [[1]]
 
@@ -141,6 +152,52 @@ def test_a_library_without_a_device_says_why(
     monkeypatch.setattr(kernel_select, "SharedLibrary", lambda path: SimpleNamespace(devices=devices))
     with pytest.raises(OSError, match=reason):
         load_library(0)
+
+
+RUNTIME_DOUBLE = """
+#include <stddef.h>
+typedef int cudaError_t;
+typedef void* cudaStream_t;
+struct dim3 { dim3(unsigned x, unsigned y = 1, unsigned z = 1) {} };
+enum { cudaSuccess, cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline int cudaGetDeviceCount(int* count) { *count = 1; return 0; }
+inline int cudaFuncSetAttribute(const void*, int, int) { return 0; }
+inline int cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return 0; }
+inline const char* cudaGetErrorString(int) { return ""; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler to build the library with")
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (identity_flags((80, 90)), ""),
+        (identity_flags((75, 80)), ""),  # by PTX
+        (identity_flags((90,)), ""),
+        (["-DKVK_FINGERPRINT=0e12", *identity_flags((90,))[1:]], "it was built from other sources"),
+        (["-Dkvk_fingerprint=kvk_other", *identity_flags((90,))], "it was built from other sources"),
+        (identity_flags((100, 120)), "it was built for sm_100, sm_120, and not for sm_90"),
+    ],
+)
+def test_a_library_of_other_sources_or_devices_is_left_for_nvrtc(
+    flags: list[str],
+    reason: str,
+    driver: FakeDriver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Parameter structs of other sources have other layouts, and a kernel would read wild addresses."""
+    (tmp_path / "cuda_runtime.h").write_text(RUNTIME_DOUBLE)
+    source, library = cuda_sources.folder() / "cuda" / "launch.cu", tmp_path / "libkvkernels.so"
+    compiler = ["c++", "-shared", "-fPIC", f"-I{tmp_path}", *flags, "-xc++", str(source)]
+    subprocess.run([*compiler, "-o", str(library)], check=True)
+    monkeypatch.setattr(kernel_select, "LIBRARY", library)
+    with caplog.at_level(logging.WARNING, "kvkernels"):
+        found = KernelSelection().of(0)
+    assert found.kernels is not None
+    assert found.why == ("compiled by NVRTC" if reason else "fat library")
+    assert [reason in message for message in caplog.messages] == [True] * bool(reason), caplog.messages
 
 
 def test_threads_that_ask_at_once_wait_for_one_compilation(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

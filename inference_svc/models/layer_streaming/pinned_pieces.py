@@ -18,6 +18,11 @@ from inference_svc.models.layer_streaming.read_ahead import ReadAhead, ReadAhead
 ReadPiece = Callable[[int, Tensor, Callable[[], bool]], int]
 
 
+def locked_bytes(size_bytes: int) -> int:
+    """Return the host memory that a pinned piece takes: torch rounds it up to a power of two."""
+    return 1 << (size_bytes - 1).bit_length()
+
+
 class PinnedPieces(Protocol):
     """Source of pieces ``0`` to ``count - 1``, uint8. At most ``max_held`` may be acquired at one time."""
 

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from inference_svc.models.layer_streaming.device_slots import POISON, DeviceSlots
 from inference_svc.models.layer_streaming.layer_file import LayerFile
-from inference_svc.models.layer_streaming.pinned_pieces import PinnedPieces, ResidentPieces, RingPieces
+from inference_svc.models.layer_streaming.pinned_pieces import (
+    PinnedPieces,
+    ResidentPieces,
+    RingPieces,
+    locked_bytes,
+)
 from inference_svc.models.layer_streaming.read_ahead import ReadAhead
 from inference_svc.models.layer_streaming.residency_plan import ResidencyPlan, StreamingOptions
 
@@ -119,14 +124,15 @@ class DevicePlacement:
         sizes = [extent.size_bytes for extent in extents]
         free, ring = free_bytes(asked.memory_bytes), len(slots) + _MORE_RING_SLOTS
         pieces: PinnedPieces
-        if sum(sizes) + _SPARE_BYTES <= free:
+        if sum(map(locked_bytes, sizes)) + _SPARE_BYTES <= free:
             pieces = ResidentPieces(self._device, sizes, read)
         else:
             log.info(
-                "streamed weights exceed the host's memory: a pinned ring is filled from the file",
+                "pinned weights exceed the host's memory: a pinned ring is filled from the file",
                 weights=format_size(sum(sizes)),
+                pinned=format_size(sum(map(locked_bytes, sizes))),
                 free=format_size(free),
-                ring=format_size(ring * max(sizes)),
+                ring=format_size(ring * locked_bytes(max(sizes))),
             )
             pieces = RingPieces(self._device, sizes, ring, read)
         return DeviceSlots(self._device, pieces, slots, asked.poison_freed_slots)

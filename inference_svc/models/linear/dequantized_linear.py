@@ -17,4 +17,4 @@ class DequantizedLinear(CodedLinear):
     """Drop-in for ``nn.Linear`` on a device, ``[..., in] -> [..., out]``, over codes of ``quantized_gemm``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, quantized_gemm.dequantize(self.quantized).to(x.dtype), self._bias)
+        return F.linear(x, quantized_gemm.dequantize(self.quantized, x.dtype), self._bias)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -30,6 +30,8 @@ _PARAMETER_BYTES = 2 * 2 * OUTPUTS
 _PARTS_PER_THREAD = 4
 # Outputs quantized at a time, which bounds the temporary memory.
 _SLICE = 2048
+# Weights dequantized at a time, for the same reason.
+_DEQUANTIZED = 2 << 20
 
 
 class _Job(ctypes.Structure):
@@ -124,11 +126,17 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return packed.reshape(weight.outputs, weight.inputs), scales, zeros
 
 
-def dequantize(weight: QuantizedWeight) -> Tensor:
-    """Return the weight ``[outputs, inputs]`` in float32."""
-    codes, scales, zeros = unpack(weight)
-    scales, zeros = (x.float().repeat_interleave(weight.group, 1) for x in (scales, zeros))
-    return (codes.float() - zeros) * scales
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weight ``[outputs, inputs]``, computed in float32. Needs little memory beside the result."""
+    out = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.data.device)
+    strips = max(1, _DEQUANTIZED // (OUTPUTS * weight.inputs))
+    for at in range(0, len(weight.data), strips):
+        part = replace(weight, data=weight.data[at : at + strips])
+        codes, scales, zeros = unpack(part)
+        values = codes.view(part.outputs, -1, weight.group).float()
+        values.sub_(zeros.float()[..., None]).mul_(scales.float()[..., None])
+        out[at * OUTPUTS :][: part.outputs] = values.view(part.outputs, weight.inputs)
+    return out
 
 
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:

@@ -52,6 +52,14 @@ def supported_architectures(nvcc: str) -> tuple[int, ...]:
     return found
 
 
+def identity_flags(architectures: tuple[int, ...]) -> list[str]:
+    """Return the flags by which ``launch.cu`` knows its sources and architectures."""
+    return [
+        f"-DKVK_FINGERPRINT={cuda_sources.fingerprint('cuda')}",
+        f"-DKVK_ARCHITECTURES={'_'.join(map(str, architectures))}",
+    ]
+
+
 def build(target: Path = LIBRARY, architectures: tuple[int, ...] = (), jobs: int | None = None) -> Report:
     """Compile all sources, link one library, and return each kernel's resource usage.
 
@@ -71,6 +79,7 @@ def build(target: Path = LIBRARY, architectures: tuple[int, ...] = (), jobs: int
     # PTX of the newest architecture, for later devices.
     code.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
     flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "0", *code]
+    flags += identity_flags(architectures)
     with tempfile.TemporaryDirectory() as work:
         units = [(name, "0") for name in (*cuda_sources.KERNELS, "launch.cu") if name not in cuda_sources.PARTS]
         units += [(name, str(part)) for name, count in cuda_sources.PARTS.items() for part in range(count)]

@@ -51,6 +51,29 @@ class SharedLibrary:
         """Number of usable devices, or the negative CUDA error (-35: no driver)."""
         return int(self._c.kvk_devices())
 
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the library's sources; empty for a library that does not tell it."""
+        return self._text("kvk_fingerprint")
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Return True if the library has machine code for a device, or PTX that the driver compiles for it."""
+        built = [divmod(int(number), 10) for number in self.architectures.split("_") if number]
+        same = any(major == capability[0] and minor <= capability[1] for major, minor in built)
+        return same or (bool(built) and capability >= built[-1])
+
+    @property
+    def architectures(self) -> str:
+        """Architectures of the library's machine code, such as ``80_90``."""
+        return self._text("kvk_architectures")
+
+    def _text(self, function: str) -> str:
+        found = getattr(self._c, function, None)
+        if found is None:
+            return ""
+        found.restype = ctypes.c_char_p
+        return str(found().decode())
+
     def has(self, name: str, params: type[ctypes.Structure]) -> bool:
         return int(self._c.kvk_params_bytes(name.encode())) == ctypes.sizeof(params)
 

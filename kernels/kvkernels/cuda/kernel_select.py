@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvkernels.cuda import nvrtc
+from kvkernels.cuda import cuda_sources, nvrtc
 from kvkernels.cuda.cuda_driver import CubinModule
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels, SharedLibrary
 from kvkernels.device.visible_devices import device_of
@@ -35,6 +35,7 @@ class SelectedKernels:
 
     kernels: Kernels | None
     why: str
+    refusals: str = ""  # errors of the sources that were tried before
 
 
 class DeviceKernels:
@@ -55,17 +56,20 @@ class DeviceKernels:
 
 def first_working(*ways: tuple[str, Callable[[], Kernels]]) -> SelectedKernels:
     """Return the first source of kernels that loads, else every source's error."""
-    reasons = []
+    reasons: list[str] = []
     for name, way in ways:
         try:
-            return SelectedKernels(way(), name)
+            return SelectedKernels(way(), name, "; ".join(reasons))
         except (OSError, RuntimeError, KernelLaunchError) as error:
             reasons.append(f"{name}: {str(error).splitlines()[0]}")
     return SelectedKernels(None, "; ".join(reasons))
 
 
 def load_library(ordinal: int) -> Kernels:
-    """Load the fat library for a device. Raises OSError if it was not built or finds no device."""
+    """Load the fat library for a device.
+
+    Raises OSError if it was not built, finds no device, or was built from other sources or for other devices.
+    """
     if not LIBRARY.exists():
         raise OSError("it has not been built (make kernels)")
     found = SharedLibrary(LIBRARY)
@@ -73,6 +77,12 @@ def load_library(ordinal: int) -> Kernels:
         reasons = {0: "it reports no device", -100: "it reports no device"}
         reasons[-35] = "it reports no driver, or one that is older than its CUDA"
         raise OSError(reasons.get(found.devices, f"CUDA error {-found.devices}"))
+    if found.fingerprint != cuda_sources.fingerprint("cuda"):
+        raise OSError("it was built from other sources (make kernels)")
+    capability = device_of(torch.device("cuda", ordinal)).facts.capability
+    if not found.runs_on(capability):
+        names = found.architectures.replace("_", ", sm_")
+        raise OSError(f"it was built for sm_{names}, and not for sm_{capability[0]}{capability[1]} (make kernels)")
     return DeviceKernels(found, device_of(torch.device("cuda", ordinal)).guard)
 
 
@@ -95,6 +105,8 @@ class KernelSelection:
             found = _select(ordinal)
             if found.kernels is not None:
                 self._selected[ordinal] = found
+                if found.refusals and LIBRARY.exists():
+                    self._log_once(f"the kernels of cuda:{ordinal} are {found.why}, because: {found.refusals}")
             else:
                 self._refused[ordinal] = time.monotonic() + RETRY_SECONDS, found
                 self._log_once(f"our kernels cannot be used on cuda:{ordinal}, torch computes instead: {found.why}")

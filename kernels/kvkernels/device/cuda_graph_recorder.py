@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,11 +33,21 @@ class CudaGraphRecorder:
         self._cuda: Any = torch.cuda
         self._device = device
         self._memory: Callable[[], _GraphMemory | None] = lambda: None
+        self._lock = threading.Lock()  # two threads cannot record on one stream
+
+    @cached_property
+    def _stream(self) -> Any:
+        """Create the stream of all recordings.
+
+        torch hands out 32 streams of a device in turn, so the stream of a later recording would be another thread's.
+        That thread's copies would then invalidate the capture, or become part of it.
+        """
+        return self._cuda.Stream()
 
     def record(self, step: Step) -> Step:
         cuda = self._cuda
-        with cuda.device(self._device):
-            stream, graph = cuda.Stream(), cuda.CUDAGraph()
+        with self._lock, cuda.device(self._device):
+            stream, graph = self._stream, cuda.CUDAGraph()
             before = cuda.current_stream()
             stream.wait_stream(before)
             # torch.cuda.graph is not used, because it leaves its stream only after a successful capture.
@@ -44,6 +56,7 @@ class CudaGraphRecorder:
                 with CaptureCheck(cuda.get_device_capability(self._device)):
                     step()
                 stream.synchronize()
+                cuda.empty_cache()  # a capture cannot use memory that torch keeps, nor free it
                 memory = self._memory() or _GraphMemory(cuda.graph_pool_handle())
                 out = self._captured(graph, memory, step)
                 self._memory = weakref.ref(memory)

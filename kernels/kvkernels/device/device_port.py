@@ -119,7 +119,10 @@ class Device(Protocol):
         ...
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Allocate page-locked host memory, uint8 ``[size_bytes]``, that no other process shares or can replace."""
+        """Allocate page-locked host memory, uint8 ``[size_bytes]``, that no other process shares or can replace.
+
+        The allocation may take up to the next power of two.
+        """
         ...
 
     def check_host_access(self, memory: Tensor, write: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kvkernels.cuda.cuda_library import KernelLaunchError
+from kvkernels.device.cuda_device import CudaDevice
 from kvkernels.device.cuda_graph_recorder import CudaGraphRecorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference_svc.engine.engine import Engine
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner import cuda_graphs, forward_batch
 from inference_svc.model_runner.cuda_attention import CudaAttention
 from inference_svc.model_runner.cuda_graphs import CudaGraphs, make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
@@ -139,6 +140,37 @@ def test_a_device_that_refuses_is_asked_once(emulated: Emulated, model: LoadedMo
     assert recorder.asked == 1
 
 
+def test_a_recording_without_memory_leaves_the_others(
+    emulated: Emulated, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Replaying):
+        full = False
+
+        def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            if self.full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().record(step)
+
+    decoder, recorder, seconds = Decoder(model), Full(), 0.0
+    monkeypatch.setattr("inference_svc.model_runner.cuda_graphs.time", SimpleNamespace(monotonic=lambda: seconds))
+    pool, tables, lengths = filled(model, emulated, decoder)
+    graphs = CudaGraphs(decoder, pool, recorder, 8)
+    spans = [forward_batch.SequenceSlice([1], n, table, True) for n, table in zip(lengths, tables, strict=True)]
+    expected = graphs(spans[:1])
+    assert expected is not None
+    recorder.full = True
+    assert graphs(spans) is None
+    assert not graphs.serves(spans), "an attempt at every step would double its time"
+    assert graphs.serves(spans[:1])
+    found = graphs(spans[:1])
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert recorder.recorded == 1, "the first recording is kept"
+    recorder.full, seconds = False, seconds + cuda_graphs._RETRY_SECONDS
+    assert graphs.serves(spans)
+    assert graphs(spans) is not None
+
+
 class NoText:
     """Substitute of the tokenizer, because the random model has none."""
 
@@ -201,6 +233,7 @@ class FakeGraph:
         if cuda.pool_users.get(pool) == 0:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         cuda.captures += 1
+        cuda.cached_at_captures.append(cuda.cached_bytes)
         cuda.pool_users[pool] = cuda.pool_users.get(pool, 0) + 1
         weakref.finalize(self, lambda: cuda.pool_users.update({pool: cuda.pool_users[pool] - 1}))
 
@@ -218,10 +251,16 @@ class FakeCuda:
     def __init__(self, capture_fails: bool) -> None:
         self.stream_now, self.captures, self.capture_fails = "default", 0, capture_fails
         self.pool_users: dict[tuple[int, int], int] = {}
-        self._pools = itertools.count(1)
+        self._pools, self._handles = itertools.count(1), itertools.cycle(range(32))
+        self.cached_bytes, self.cached_at_captures = 0, list[int]()
+        self.used: set[int] = set()  # handles of streams that were current
 
-    def Stream(self) -> Any:
-        return SimpleNamespace(name="side", wait_stream=lambda other: None, synchronize=lambda: None)
+    def Stream(self, device: object = None) -> Any:
+        """Return the next stream of the device's 32, as torch does."""
+        handle = next(self._handles)
+        return SimpleNamespace(
+            name="side", cuda_stream=handle, wait_stream=lambda other: None, synchronize=lambda: None
+        )
 
     def current_stream(self) -> Any:
         return SimpleNamespace(name=self.stream_now, wait_stream=lambda other: None)
@@ -232,10 +271,14 @@ class FakeCuda:
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         before, self.stream_now = self.stream_now, stream.name
+        self.used.add(stream.cuda_stream)
         try:
             yield
         finally:
             self.stream_now = before
+
+    def empty_cache(self) -> None:
+        self.cached_bytes = 0
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return 0, next(self._pools)
@@ -288,6 +331,31 @@ def test_graphs_share_a_pool_as_long_as_one_of_them_lives() -> None:
     replay = recorder.record(step)
     assert cuda.pool_users == {(0, 1): 0, (0, 2): 1}, "torch refuses a pool without graphs"
     assert float(replay()) == 0.0
+
+
+def test_a_capture_begins_without_cached_memory() -> None:
+    """torch frees no cached memory during a capture, so the capture would fail on a device that is full of it."""
+    cuda = FakeCuda(capture_fails=False)
+
+    def step() -> Tensor:
+        cuda.cached_bytes += 1 << 20
+        return torch.zeros(1)
+
+    recorder_on(cuda).record(step)
+    assert cuda.cached_at_captures == [0]
+
+
+def test_no_recording_uses_a_stream_of_the_chunk_loader() -> None:
+    """A copy on a stream that is captured invalidates the capture, or is captured and never runs."""
+    cuda = FakeCuda(capture_fails=False)
+    device = CudaDevice(torch.device("cuda", 0))
+    device._cuda, device._recorder = cuda, recorder_on(cuda)
+    lanes = {device.stream().handle for _ in range(8)}
+    for _ in range(40):
+        device.record_graph(lambda: torch.zeros(1))
+    assert len(lanes) == 8
+    assert cuda.used
+    assert not lanes & cuda.used
 
 
 def read_on_host() -> Tensor:

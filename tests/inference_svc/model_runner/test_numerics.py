@@ -287,3 +287,18 @@ def test_a_gpu_and_its_libraries_are_part_of_the_identity(
         monkeypatch.setattr(numerics_probe, "device_of", lambda device, facts=facts: SimpleNamespace(facts=facts))
         found.add(NumericsProbe(replace(loaded, device=device), decoder, 1, None).id(16))
     assert len(found) == 3
+
+
+def test_the_library_that_attends_long_prompts_is_part_of_the_identity(
+    models: dict[str, tuple[LoadedModel, Decoder]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's kernel rounds in another order than ours, and computes only parts with more rows than are hashed."""
+    loaded, decoder = models["bfloat16"]
+    device: Any = GpuOnCpu("cpu")
+    facts = SimpleNamespace(name="H100", capability=(9, 0))
+    monkeypatch.setattr(numerics_probe, "device_of", lambda device: SimpleNamespace(facts=facts))
+    found = set()
+    for library in (None, lambda query, keys, values, scale: query):
+        native: Any = SimpleNamespace(kinds=frozenset(), library=library, serves=lambda batch: False)
+        found.add(NumericsProbe(replace(loaded, device=device), decoder, 1, native).id(16))
+    assert len(found) == 2

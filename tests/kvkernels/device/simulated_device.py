@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,6 +91,7 @@ class SimulatedDevice:
         self.executes, self._lost = executes, ""
         self.registered: list[tuple[int, int, PinnedRange]] = []
         self._streams: dict[int, SimulatedStream] = {}
+        self._numbers = itertools.chain([0], itertools.cycle(range(1, 33)))
         self._default, self._local = self.stream(), threading.local()
 
     # ---- device interface ----
@@ -139,9 +142,14 @@ class SimulatedDevice:
         self.order.add(use.block.address, use.start, use.end, write, self.host, f"the host's code at {call_site()}")
 
     def stream(self) -> SimulatedStream:
-        number = len(self._streams)
-        self._streams[number] = SimulatedStream(self, number)
-        return self._streams[number]
+        """Return the next of 32 streams, as torch does. The first call returns the default stream."""
+        with self.changed:
+            number = next(self._numbers)
+            return self._streams.setdefault(number, SimulatedStream(self, number))
+
+    @cached_property
+    def _side(self) -> SimulatedStream:
+        return self.stream()
 
     def event(self, timed: bool = False) -> SimulatedEvent:
         return SimulatedEvent(self)
@@ -159,18 +167,14 @@ class SimulatedDevice:
     def record_graph(self, step: Step) -> Step:
         from kvkernels.device.cuda_graph_recorder import CaptureCheck
 
-        side, before = self.stream(), self.current_stream()
+        side, before = self._side, self.current_stream()
         side.wait_stream(before)
         with side.active():
             with CaptureCheck(self.facts.capability):
                 step()
             side.synchronize()
-            side.recording = []
-            try:
+            with side.captured() as graph:
                 out = step()
-                graph = side.recording
-            finally:
-                side.recording = None
         before.wait_stream(side)
 
         @torch.inference_mode()  # a replay writes results of the recorded step, which ran in this mode
@@ -259,6 +263,7 @@ class SimulatedDevice:
         self.check_alive()
         if stream.device is not self:
             raise WrongDevice(f"{what}: {stream.name} is not of {self.torch}")
+        stream.check_thread(what)
         for use in uses:
             if not use.block.pinned and use.block.ordinal != self.index:
                 raise WrongDevice(f"{what}: memory of device {use.block.ordinal} is used on {stream.name}")

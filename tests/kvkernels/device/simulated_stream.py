@@ -49,6 +49,7 @@ class SimulatedStream:
         self.device, self.handle = device, number
         self.name = f"stream {number} of {device.torch}"
         self.recording: list[Callable[[SimulatedStream], None]] | None = None
+        self._recorder = 0  # number of the thread that captures
         self._items: deque[_Item] = deque()
         self.num_enqueued, self._num_done, self._num_demanded = 0, 0, 0
         self._thread: threading.Thread | None = None
@@ -87,6 +88,22 @@ class SimulatedStream:
     def synchronize(self) -> None:
         self.device.check_call("the host waits for a stream", waits=True)
         self.device.host_waits(self, self.num_enqueued, self.device.order.clock_of(self.name))
+
+    # ---- capture ----
+
+    @contextmanager
+    def captured(self) -> Iterator[list[Callable[[SimulatedStream], None]]]:
+        """Record this thread's work instead of running it."""
+        self.recording, self._recorder = [], threading.get_ident()
+        try:
+            yield self.recording
+        finally:
+            self.recording = None
+
+    def check_thread(self, what: str) -> None:
+        """Raise CaptureViolation if another thread captures this stream."""
+        if self.recording is not None and self._recorder != threading.get_ident():
+            raise CaptureViolation(f"{what}: another thread captures {self.name}")
 
     # ---- queue ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -189,24 +190,22 @@ def pinned_memory_allocated_during_capture(s: Setup) -> None:
         return s.memory
 
     side = s.device.stream()
-    side.recording = []
-    try:
-        with side.active():
-            step()
-    finally:
-        side.recording = None
+    with side.captured(), side.active():
+        step()
 
 
 def event_asked_for_during_capture(s: Setup) -> None:
     done = s.device.event()
     done.record(s.a)
     side = s.device.stream()
-    side.recording = []
-    try:
-        with side.active():
-            done.query()
-    finally:
-        side.recording = None
+    with side.captured(), side.active():
+        done.query()
+
+
+def work_of_another_thread_during_capture(s: Setup) -> None:
+    streams = [s.device.stream() for _ in range(32)]  # the next stream is the first one again
+    with ThreadPoolExecutor(1) as thread, streams[0].captured():
+        thread.submit(s.device.stream().fill, s.memory, 1).result()
 
 
 def waited_for_an_event_that_was_not_recorded(s: Setup) -> None:
@@ -291,6 +290,7 @@ DEFECTS: dict[Callable[[Setup], None], type[BaseException]] = {
     host_reads_during_capture: fault.CaptureViolation,
     pinned_memory_allocated_during_capture: fault.CaptureViolation,
     event_asked_for_during_capture: fault.CaptureViolation,
+    work_of_another_thread_during_capture: fault.CaptureViolation,
     waited_for_an_event_that_was_not_recorded: fault.UnrecordedEvent,
     copy_from_pageable_memory: fault.PageableMemory,
     kernel_given_a_host_address: fault.HostAddress,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 from inference_svc.models import loader
 from inference_svc.models.layer_streaming import weight_placement
 from inference_svc.models.layer_streaming.device_slots import DeviceSlots
-from inference_svc.models.layer_streaming.pinned_pieces import ResidentPieces
+from inference_svc.models.layer_streaming.pinned_pieces import ResidentPieces, RingPieces
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
+from inference_svc.models.layer_streaming.weight_placement import DevicePlacement, Extent
 from inference_svc.models.loader import LoadedModel, load
 from tests.inference_svc.models.layer_streaming.conftest import computed
 from tests.kvkernels.device.device_fault import UnorderedAccess
@@ -93,6 +96,21 @@ def test_a_file_streams_through_a_pinned_ring_where_memory_is_short(
     assert all(torch.equal(a, b) for a, b in zip(results(streamed), want, strict=True))
     assert streamed.streamed is not None
     streamed.streamed.close()
+
+
+@pytest.mark.parametrize(("more", "kind"), [(0, RingPieces), (3 * (1 << 20) - 3, ResidentPieces)])
+def test_pieces_stay_pinned_only_if_their_rounded_sizes_fit(
+    device: SimulatedDevice, more: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch locks 2 MiB for a piece of 1 MiB and a byte."""
+    size = (1 << 20) + 1
+    free = 3 * size + weight_placement._SPARE_BYTES + more
+    monkeypatch.setattr(weight_placement, "free_bytes", lambda limit: free)
+    file: Any = SimpleNamespace(read=lambda memory, at, go_on: len(memory))
+    slots = [device.allocate(size) for _ in range(2)]
+    layers = DevicePlacement(device).read_ahead(file, [Extent(i * size, size) for i in range(3)], slots, FULL)
+    assert type(layers._pieces) is kind
+    layers.close()
 
 
 def test_the_next_step_finds_its_first_layers(home: Path, device: SimulatedDevice) -> None:
