@@ -73,10 +73,13 @@ class Client {
   pb::InferenceService::Stub& stub() { return *stub_; }
 
  private:
+  // Sets the deadline of a call. If the worker was away, waits briefly for a connection.
+  void prepare(grpc::ClientContext& context, Deadline deadline) const;
   void check(const grpc::Status& status) const;
   pb::WarmResponse send(const pb::WarmRequest& request, Deadline deadline);
 
   std::string target_;
+  std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<pb::InferenceService::Stub> stub_;
 };
 

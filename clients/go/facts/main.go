@@ -1,5 +1,6 @@
-// Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT. Without arguments it
-// prints the hashes of docs/protocol.md's test vectors, and checksums by length.
+// Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT. Without a TEXT it
+// prints its view of tests/clients/scripted_worker.py; without arguments the hashes of docs/protocol.md's test vectors,
+// and checksums by length.
 package main
 
 import (
@@ -25,6 +26,10 @@ func main() {
 	client, err := kvsidecar.Dial(os.Args[1])
 	must(err)
 	defer client.Close()
+	if len(os.Args) == 2 {
+		scripted(client)
+		return
+	}
 	asked(client, os.Args[2])
 	hinted(client, os.Args[2])
 	ended(client)
@@ -118,6 +123,25 @@ func ended(client *kvsidecar.Client) {
 	failure("negative in a stream", client.Stream(context.Background(), request, func(*pb.GenerateStreamResponse) error {
 		return nil
 	}))
+}
+
+func scripted(client *kvsidecar.Client) {
+	ctx := context.Background()
+	untilAnswered(client)
+	long, err := client.Generate(ctx, greedy("long", 1))
+	failure("long", err)
+	fact("long.checksum", fmt.Sprintf("%016x", kvsidecar.Checksum([]byte(long.GetText()))))
+}
+
+func untilAnswered(client *kvsidecar.Client) {
+	for range time.Tick(50 * time.Millisecond) {
+		_, err := client.Generate(context.Background(), greedy("short", 1))
+		var failed *kvsidecar.Error
+		if !errors.As(err, &failed) || failed.Reason != "UNAVAILABLE" {
+			must(err)
+			return
+		}
+	}
 }
 
 func failure(name string, err error) {

@@ -33,6 +33,8 @@ import kvsidecar.inference.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
    memory.
  */
 public final class Client implements AutoCloseable {
+    /** A long answer with logprobs exceeds gRPC's default of 4 MiB. */
+    private static final int MAX_RECEIVE_BYTES = 64 << 20;
     private final ManagedChannel channel;
     private final InferenceServiceBlockingStub stub;
 
@@ -40,7 +42,8 @@ public final class Client implements AutoCloseable {
     public Client(String host, int port) {
         // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
         this(ManagedChannelBuilder.forAddress(host, port).usePlaintext()
-                .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS).build());
+                .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS)
+                .maxInboundMessageSize(MAX_RECEIVE_BYTES).build());
     }
 
     /** Takes ownership of the channel, and closes it with the client. */
@@ -135,6 +138,8 @@ public final class Client implements AutoCloseable {
     }
 
     private <T> T call(Duration deadline, Function<InferenceServiceBlockingStub, T> method) {
+        // Finds a worker that was away: gRPC waits up to two minutes between attempts, and has no setting for Java.
+        channel.resetConnectBackoff();
         try {
             return method.apply(stub.withDeadlineAfter(deadline.toNanos(), TimeUnit.NANOSECONDS));
         } catch (StatusRuntimeException error) {

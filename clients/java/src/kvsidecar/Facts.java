@@ -15,8 +15,9 @@ import kvsidecar.inference.v1.Inference.Prompt;
 import kvsidecar.inference.v1.Inference.Sampling;
 
 /**
- * Prints this client's view of a worker, one fact per line, for tests/clients: PORT TEXT. Without arguments it prints
- * the hashes of docs/protocol.md's test vectors, and checksums by length.
+ * Prints this client's view of a worker, one fact per line, for tests/clients: PORT TEXT. Without a TEXT it prints its
+ * view of tests/clients/scripted_worker.py; without arguments the hashes of docs/protocol.md's test vectors, and
+ * checksums by length.
  */
 public final class Facts {
     private static final int MOST = 400;
@@ -24,12 +25,16 @@ public final class Facts {
 
     private Facts() {}
 
-    public static void main(String[] arguments) {
+    public static void main(String[] arguments) throws InterruptedException {
         if (arguments.length == 0) {
             vectors();
             return;
         }
         try (Client client = new Client("localhost", Integer.parseInt(arguments[0]))) {
+            if (arguments.length == 1) {
+                scripted(client);
+                return;
+            }
             asked(client, arguments[1]);
             hinted(client, arguments[1]);
             ended(client);
@@ -95,6 +100,27 @@ public final class Facts {
         GenerateRequest request = greedy("less than nothing", 4).toBuilder()
                 .setSampling(Sampling.newBuilder().setTopK(-3)).build();
         failure("negative in a stream", () -> client.stream(request, LONG, part -> true));
+    }
+
+    private static void scripted(Client client) throws InterruptedException {
+        untilAnswered(client);
+        StringBuilder text = new StringBuilder();
+        failure("long", () -> text.append(client.generate(greedy("long", 1), LONG).getText()));
+        fact("long.checksum", hex(XXH3.hash(text.toString().getBytes(StandardCharsets.UTF_8))));
+    }
+
+    private static void untilAnswered(Client client) throws InterruptedException {
+        while (true) {
+            try {
+                client.generate(greedy("short", 1), LONG);
+                return;
+            } catch (KVSidecarException error) {
+                if (!error.reason().equals("UNAVAILABLE")) {
+                    throw error;
+                }
+            }
+            Thread.sleep(50);
+        }
     }
 
     private static void failure(String name, Runnable call) {

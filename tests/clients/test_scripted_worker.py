@@ -1,0 +1,62 @@
+"""Clients in other languages against a scripted worker: long answers, and a worker that was away."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kvsidecar import keys
+
+from benchmarks.node import free_port
+from tests.clients.conftest import why_not_built
+from tests.clients.scripted_worker import LONG_TEXT, ScriptedWorker
+from tests.clients.toolchains import TOOLCHAINS, Toolchain
+
+
+def address_of(client: Toolchain, port: int) -> str:
+    return f"127.0.0.1:{port}" if client.unix else str(port)
+
+
+@pytest.fixture(scope="module")
+def facts(client: Toolchain) -> dict[str, str]:
+    with ScriptedWorker(port := free_port()):
+        return client.facts(address_of(client, port))
+
+
+def test_an_answer_of_5_mib_arrives_whole(facts: dict[str, str]) -> None:
+    assert facts["long.reason"] == "none", facts["long.message"]
+    assert facts["long.checksum"] == f"{keys.checksum(LONG_TEXT.encode()):016x}"
+
+
+@pytest.mark.alone
+def test_a_worker_that_was_away_for_long_is_found_at_once() -> None:
+    """With gRPC's own backoff, the attempt after the one at 9 s comes at 16 s, and later ones two minutes apart."""
+    built = [client for client in TOOLCHAINS if not why_not_built(client)]
+    if not built:
+        pytest.skip("no toolchain is installed")
+    listeners = [socket.create_server(("127.0.0.1", free_port())) for _ in built]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    found_after: dict[str, float] = {}
+    with ThreadPoolExecutor(len(built)) as pool:
+        running = [
+            pool.submit(client.facts, address_of(client, port)) for client, port in zip(built, ports, strict=True)
+        ]
+        for listener in listeners:
+            listener.settimeout(60)
+        connections = [listener.accept()[0] for listener in listeners]
+        for opened in (*listeners, *connections):
+            opened.close()
+        time.sleep(11.5)
+        started = time.monotonic()
+        workers = [ScriptedWorker(port).__enter__() for port in ports]
+        try:
+            for client, worker, facts in zip(built, workers, running, strict=True):
+                facts.result()
+                assert worker.first_call is not None
+                found_after[client.name] = worker.first_call - started
+        finally:
+            for worker in workers:
+                worker.__exit__()
+    assert max(found_after.values()) < 2, found_after
