@@ -62,7 +62,8 @@ Error is_http(const std::string& target) {
   return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT");
 }
 
-// Refuses numbers that exceed an int32, because they were probably negative before the conversion to unsigned.
+// Refuses numbers that exceed an int32, because they were probably negative before the conversion to unsigned. A
+// max_tokens of kRestOfContext is allowed.
 void refuse_negative(const google::protobuf::Message& message) {
   using Field = google::protobuf::FieldDescriptor;
   const auto* reflection = message.GetReflection();
@@ -73,8 +74,8 @@ void refuse_negative(const google::protobuf::Message& message) {
     if (field->cpp_type() == Field::CPPTYPE_MESSAGE) refuse_negative(reflection->GetMessage(message, field));
     if (field->cpp_type() != Field::CPPTYPE_UINT32) continue;
     const uint32_t value = reflection->GetUInt32(message, field);
-    if (value <= INT32_MAX) continue;
     const std::string name = field->name();
+    if (value <= INT32_MAX || (name == "max_tokens" && value == kRestOfContext)) continue;
     const bool positive = name == "max_tokens" || name == "ttl_seconds" || name == "retain_seconds";
     throw refusal(name + " is " + std::to_string(static_cast<int32_t>(value)) + "; whole numbers from " +
                   (positive ? "1" : "0") + " to " + std::to_string(INT32_MAX) + " are allowed");

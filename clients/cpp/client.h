@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,6 +19,7 @@ namespace kvsidecar {
 
 namespace pb = inference::v1;
 using Deadline = std::optional<std::chrono::milliseconds>;  // time from now; none: no limit
+constexpr uint32_t kRestOfContext = UINT32_MAX;  // as max_tokens: an answer may fill the rest of the context
 
 // A call that failed. `reason` is stable and meant for programs, such as "INVALID_REQUEST" or "OVERLOADED"
 // (clients/python/kvsidecar/errors has all reasons). what() is one sentence for people.

@@ -121,6 +121,10 @@ void scripted(kvsidecar::Client& client) {
   std::string text;
   failure("long", [&] { text = client.generate(greedy("long", 1)).text(); });
   fact("long.checksum", hexadecimal(kvsidecar::checksum(text)));
+  failure("rest of context", [&] { client.generate(greedy("rest of context", -1)); });
+  pb::GenerateRequest request = greedy("top_k", 1);
+  request.mutable_sampling()->set_top_k(-1);
+  failure("largest top_k", [&] { client.generate(request); });
 }
 
 void vectors() {

@@ -100,6 +100,8 @@ async function scripted(client: Client): Promise<void> {
     text = (await client.generate(greedy("long", 1))).text;
   });
   fact("long.checksum", await keys.checksum(Buffer.from(text)));
+  await failure("rest of context", () => client.generate(greedy("rest of context", 2 ** 32 - 1)));
+  await failure("largest top_k", () => client.generate({ ...greedy("top_k", 1), sampling: { topK: -1 } }));
 }
 
 async function untilAnswered(client: Client): Promise<void> {

@@ -23,6 +23,8 @@ class ScriptedWorker(InferenceServiceServicer):
     def __init__(self, port: int) -> None:
         self.first_call: float | None = None
         """Monotonic time."""
+        self.max_tokens: dict[str, int] = {}
+        """By prompt."""
         self._server = grpc.server(ThreadPoolExecutor(4))
         add_InferenceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -36,4 +38,5 @@ class ScriptedWorker(InferenceServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         self.first_call = self.first_call or time.monotonic()
+        self.max_tokens[request.prompt.text] = request.max_tokens
         return pb.GenerateResponse(text=LONG_TEXT if request.prompt.text == "long" else "")

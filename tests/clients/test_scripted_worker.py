@@ -1,4 +1,4 @@
-"""Clients in other languages against a scripted worker: long answers, and a worker that was away."""
+"""Clients in other languages against a scripted worker: long answers, limits, and a worker that was away."""
 
 from __future__ import annotations
 
@@ -21,13 +21,25 @@ def address_of(client: Toolchain, port: int) -> str:
 
 @pytest.fixture(scope="module")
 def facts(client: Toolchain) -> dict[str, str]:
-    with ScriptedWorker(port := free_port()):
-        return client.facts(address_of(client, port))
+    """What a client saw of the worker, and the max_tokens that the worker received."""
+    with ScriptedWorker(port := free_port()) as worker:
+        seen = client.facts(address_of(client, port))
+    return {**seen, **{f"{prompt}.max_tokens": str(n) for prompt, n in worker.max_tokens.items()}}
 
 
 def test_an_answer_of_5_mib_arrives_whole(facts: dict[str, str]) -> None:
     assert facts["long.reason"] == "none", facts["long.message"]
     assert facts["long.checksum"] == f"{keys.checksum(LONG_TEXT.encode()):016x}"
+
+
+def test_the_rest_of_the_context_can_be_requested(facts: dict[str, str]) -> None:
+    assert facts["rest of context.reason"] == "none", facts["rest of context.message"]
+    assert facts["rest of context.max_tokens"] == str(2**32 - 1)
+
+
+def test_minus_one_is_refused_in_other_fields(facts: dict[str, str]) -> None:
+    assert facts["largest top_k.reason"] == "INVALID_REQUEST"
+    assert "top_k.max_tokens" not in facts, "it was sent"
 
 
 @pytest.mark.alone

@@ -131,6 +131,12 @@ func scripted(client *kvsidecar.Client) {
 	long, err := client.Generate(ctx, greedy("long", 1))
 	failure("long", err)
 	fact("long.checksum", fmt.Sprintf("%016x", kvsidecar.Checksum([]byte(long.GetText()))))
+	_, err = client.Generate(ctx, greedy("rest of context", 1<<32-1))
+	failure("rest of context", err)
+	request, largest := greedy("top_k", 1), uint32(1<<32-1)
+	request.Sampling.TopK = &largest
+	_, err = client.Generate(ctx, request)
+	failure("largest top_k", err)
 }
 
 func untilAnswered(client *kvsidecar.Client) {

@@ -35,6 +35,9 @@ import kvsidecar.inference.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
 public final class Client implements AutoCloseable {
     /** A long answer with logprobs exceeds gRPC's default of 4 MiB. */
     private static final int MAX_RECEIVE_BYTES = 64 << 20;
+    /** As max_tokens: an answer may fill the rest of the context. It is the unsigned number 4294967295. */
+    public static final int REST_OF_CONTEXT = -1;
+
     private final ManagedChannel channel;
     private final InferenceServiceBlockingStub stub;
 

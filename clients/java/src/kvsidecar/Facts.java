@@ -107,6 +107,9 @@ public final class Facts {
         StringBuilder text = new StringBuilder();
         failure("long", () -> text.append(client.generate(greedy("long", 1), LONG).getText()));
         fact("long.checksum", hex(XXH3.hash(text.toString().getBytes(StandardCharsets.UTF_8))));
+        failure("rest of context", () -> client.generate(greedy("rest of context", -1), LONG));
+        GenerateRequest request = greedy("top_k", 1).toBuilder().setSampling(Sampling.newBuilder().setTopK(-1)).build();
+        failure("largest top_k", () -> client.generate(request, LONG));
     }
 
     private static void untilAnswered(Client client) throws InterruptedException {
