@@ -116,6 +116,19 @@ void until_answered(kvsidecar::Client& client) {
   }
 }
 
+// Ends a stream at the chunk with this text, when the whole stream has arrived.
+void stopped(kvsidecar::Client& client, const std::string& last) {
+  std::string seen;
+  failure("stopped at " + last, [&] {
+    client.stream(greedy("stream", 3), [&](const pb::GenerateStreamResponse& part) {
+      seen += (seen.empty() ? "" : " ") + part.text();
+      if (part.text() == last) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return part.text() != last;
+    });
+  });
+  fact("stopped at " + last + ".seen", seen);
+}
+
 void scripted(kvsidecar::Client& client) {
   until_answered(client);
   std::string text;
@@ -125,6 +138,8 @@ void scripted(kvsidecar::Client& client) {
   pb::GenerateRequest request = greedy("top_k", 1);
   request.mutable_sampling()->set_top_k(-1);
   failure("largest top_k", [&] { client.generate(request); });
+  stopped(client, "0");
+  stopped(client, "2");
 }
 
 void vectors() {

@@ -102,6 +102,20 @@ async function scripted(client: Client): Promise<void> {
   fact("long.checksum", await keys.checksum(Buffer.from(text)));
   await failure("rest of context", () => client.generate(greedy("rest of context", 2 ** 32 - 1)));
   await failure("largest top_k", () => client.generate({ ...greedy("top_k", 1), sampling: { topK: -1 } }));
+  await stopped(client, "0");
+  await stopped(client, "2");
+}
+
+/** Leaves a stream at the chunk with this text, when the whole stream has arrived. */
+async function stopped(client: Client, last: string): Promise<void> {
+  const seen: string[] = [];
+  for await (const part of client.stream(greedy("stream", 3))) {
+    seen.push(part.text);
+    if (part.text !== last) continue;
+    await setTimeout(300);
+    break;
+  }
+  fact(`stopped at ${last}.seen`, seen.join(" "));
 }
 
 async function untilAnswered(client: Client): Promise<void> {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,10 @@ LONG_TEXT = "0123456789abcdef" * (5 << 16)
 
 
 class ScriptedWorker(InferenceServiceServicer):
-    """Answers the prompt "long" with ``LONG_TEXT``, others with an empty text. A context manager."""
+    """Answers the prompt "long" with ``LONG_TEXT``, others with an empty text. A context manager.
+
+    A stream has three chunks at once: "0", "1" and "2".
+    """
 
     def __init__(self, port: int) -> None:
         self.first_call: float | None = None
@@ -40,3 +44,7 @@ class ScriptedWorker(InferenceServiceServicer):
         self.first_call = self.first_call or time.monotonic()
         self.max_tokens[request.prompt.text] = request.max_tokens
         return pb.GenerateResponse(text=LONG_TEXT if request.prompt.text == "long" else "")
+
+    def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:
+        for i in range(3):
+            yield pb.GenerateStreamResponse(text=str(i))

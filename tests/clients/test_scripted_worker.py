@@ -1,4 +1,4 @@
-"""Clients in other languages against a scripted worker: long answers, limits, and a worker that was away."""
+"""Clients in other languages against a scripted worker: what a real model does too rarely, or not at all."""
 
 from __future__ import annotations
 
@@ -40,6 +40,17 @@ def test_the_rest_of_the_context_can_be_requested(facts: dict[str, str]) -> None
 def test_minus_one_is_refused_in_other_fields(facts: dict[str, str]) -> None:
     assert facts["largest top_k.reason"] == "INVALID_REQUEST"
     assert "top_k.max_tokens" not in facts, "it was sent"
+
+
+def test_a_stream_that_the_caller_ends_gives_no_further_chunk(client: Toolchain, facts: dict[str, str]) -> None:
+    """Also if all chunks and the status had arrived. Where the caller returns false, the stream ends with CANCELLED."""
+    assert facts["stopped at 0.seen"] == "0"
+    assert facts["stopped at 2.seen"] == "0 1 2"
+    for last in ("0", "2"):
+        if client.name in ("cpp", "java"):
+            assert (facts[f"stopped at {last}.reason"], facts[f"stopped at {last}.code"]) == ("CANCELLED", "1")
+        if client.name == "go":
+            assert facts[f"stopped at {last}.unchanged"] == "true"
 
 
 @pytest.mark.alone

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"kvsidecar"
@@ -137,6 +138,24 @@ func scripted(client *kvsidecar.Client) {
 	request.Sampling.TopK = &largest
 	_, err = client.Generate(ctx, request)
 	failure("largest top_k", err)
+	stopped(client, "0")
+	stopped(client, "2")
+}
+
+// stopped ends a stream at the chunk with this text, when the whole stream has arrived.
+func stopped(client *kvsidecar.Client, last string) {
+	var seen []string
+	enough := errors.New("enough")
+	err := client.Stream(context.Background(), greedy("stream", 3), func(part *pb.GenerateStreamResponse) error {
+		seen = append(seen, part.Text)
+		if part.Text != last {
+			return nil
+		}
+		time.Sleep(300 * time.Millisecond)
+		return enough
+	})
+	fact("stopped at "+last+".unchanged", err == enough)
+	fact("stopped at "+last+".seen", strings.Join(seen, " "))
 }
 
 func untilAnswered(client *kvsidecar.Client) {

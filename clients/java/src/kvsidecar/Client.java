@@ -4,6 +4,7 @@ import com.google.protobuf.ByteString;
 import io.grpc.Context;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
+import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import java.time.Duration;
 import java.util.Iterator;
@@ -68,7 +69,7 @@ public final class Client implements AutoCloseable {
 
     /**
      * Calls {@code each} with every chunk; the last chunk has finish_reason, usage and timings. When {@code each}
-     * returns false or throws, the request ends at the worker.
+     * returns false or throws, the request ends at the worker, and {@code each} is not called again.
      *
      * @throws KVSidecarException with reason CANCELLED when {@code each} returned false
      */
@@ -81,6 +82,8 @@ public final class Client implements AutoCloseable {
                 while (parts.hasNext()) {
                     if (!each.test(parts.next())) {
                         context.cancel(new CancellationException("the caller has enough"));
+                        // The call itself may have ended well: its last chunks and status arrive before they are read.
+                        throw Status.CANCELLED.withDescription("the caller has enough").asRuntimeException();
                     }
                 }
                 return null;

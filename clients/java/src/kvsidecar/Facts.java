@@ -3,7 +3,10 @@ package kvsidecar;
 import com.google.protobuf.ByteString;
 import java.nio.charset.StandardCharsets;
 import java.time.Duration;
+import java.util.ArrayList;
 import java.util.Arrays;
+import java.util.List;
+import java.util.concurrent.locks.LockSupport;
 import kvsidecar.cache.v1.Chunk.DataType;
 import kvsidecar.cache.v1.Chunk.NamespaceDescriptor;
 import kvsidecar.inference.v1.Inference.CacheBreakpoint;
@@ -110,6 +113,21 @@ public final class Facts {
         failure("rest of context", () -> client.generate(greedy("rest of context", -1), LONG));
         GenerateRequest request = greedy("top_k", 1).toBuilder().setSampling(Sampling.newBuilder().setTopK(-1)).build();
         failure("largest top_k", () -> client.generate(request, LONG));
+        stopped(client, "0");
+        stopped(client, "2");
+    }
+
+    /** Ends a stream at the chunk with this text, when the whole stream has arrived. */
+    private static void stopped(Client client, String last) {
+        List<String> seen = new ArrayList<>();
+        failure("stopped at " + last, () -> client.stream(greedy("stream", 3), LONG, part -> {
+            seen.add(part.getText());
+            if (part.getText().equals(last)) {
+                LockSupport.parkNanos(Duration.ofMillis(300).toNanos());
+            }
+            return !part.getText().equals(last);
+        }));
+        fact("stopped at " + last + ".seen", String.join(" ", seen));
     }
 
     private static void untilAnswered(Client client) throws InterruptedException {
