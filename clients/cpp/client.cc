@@ -3,6 +3,7 @@
 #include <grpcpp/grpcpp.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstdlib>
 
@@ -11,6 +12,14 @@ namespace {
 
 // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
 constexpr int kPingEveryMs = 30'000, kPatienceMs = 10'000;
+// In recent versions of gRPC, a hung process has this timeout, by default 60 s. Version 1.51 has no macro for it.
+constexpr char kPingTimeoutMs[] = "grpc.http2.ping_timeout_ms";
+// Finds a worker that was away within a second; by default, gRPC waits up to two minutes between attempts.
+constexpr int kFirstBackoffMs = 100, kMaxBackoffMs = 1'000;
+// A call that fails at once does not poll the connection that is being established, which gRPC then polls every 5 s.
+constexpr std::chrono::milliseconds kReconnectWait{100};
+// A long answer with logprobs exceeds gRPC's default of 4 MiB.
+constexpr int kMaxReceiveBytes = 64 << 20;
 
 // Reads a field of the two google.rpc messages of an error by its number, so that no further package is needed:
 // Status{code = 1, message = 2, details = 3: Any{type_url = 1, value = 2}}, ErrorInfo{reason = 1, domain = 2}.
@@ -46,10 +55,6 @@ std::string reason_of(grpc::StatusCode code) {
   }
 }
 
-void expire(grpc::ClientContext& context, Deadline deadline) {
-  if (deadline) context.set_deadline(std::chrono::system_clock::now() + *deadline);
-}
-
 // An error of the client itself, without a call.
 Error refusal(const std::string& message) { return Error(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, message)); }
 
@@ -57,7 +62,8 @@ Error is_http(const std::string& target) {
   return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT");
 }
 
-// Refuses numbers that exceed an int32, because they were probably negative before the conversion to unsigned.
+// Refuses numbers that exceed an int32, because they were probably negative before the conversion to unsigned. A
+// max_tokens of kRestOfContext is allowed.
 void refuse_negative(const google::protobuf::Message& message) {
   using Field = google::protobuf::FieldDescriptor;
   const auto* reflection = message.GetReflection();
@@ -68,8 +74,8 @@ void refuse_negative(const google::protobuf::Message& message) {
     if (field->cpp_type() == Field::CPPTYPE_MESSAGE) refuse_negative(reflection->GetMessage(message, field));
     if (field->cpp_type() != Field::CPPTYPE_UINT32) continue;
     const uint32_t value = reflection->GetUInt32(message, field);
-    if (value <= INT32_MAX) continue;
     const std::string name = field->name();
+    if (value <= INT32_MAX || (name == "max_tokens" && value == kRestOfContext)) continue;
     const bool positive = name == "max_tokens" || name == "ttl_seconds" || name == "retain_seconds";
     throw refusal(name + " is " + std::to_string(static_cast<int32_t>(value)) + "; whole numbers from " +
                   (positive ? "1" : "0") + " to " + std::to_string(INT32_MAX) + " are allowed");
@@ -124,9 +130,21 @@ Client::Client(const std::string& target) : target_(target) {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kPingEveryMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPatienceMs);
+  arguments.SetInt(kPingTimeoutMs, kPatienceMs);
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  stub_ = pb::InferenceService::NewStub(
-      grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments));
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kFirstBackoffMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kMaxBackoffMs);
+  arguments.SetMaxReceiveMessageSize(kMaxReceiveBytes);
+  channel_ = grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+  stub_ = pb::InferenceService::NewStub(channel_);
+}
+
+void Client::prepare(grpc::ClientContext& context, Deadline deadline) const {
+  const auto now = std::chrono::system_clock::now();
+  if (deadline) context.set_deadline(now + *deadline);
+  if (channel_->GetState(false) == GRPC_CHANNEL_TRANSIENT_FAILURE) {
+    channel_->WaitForStateChange(GRPC_CHANNEL_TRANSIENT_FAILURE, std::min(context.deadline(), now + kReconnectWait));
+  }
 }
 
 void Client::check(const grpc::Status& status) const {
@@ -141,7 +159,7 @@ void Client::check(const grpc::Status& status) const {
 pb::GenerateResponse Client::generate(const pb::GenerateRequest& request, Deadline deadline) {
   refuse_negative(request);
   grpc::ClientContext context;
-  expire(context, deadline);
+  prepare(context, deadline);
   pb::GenerateResponse response;
   check(stub_->Generate(&context, request, &response));
   return response;
@@ -151,7 +169,7 @@ void Client::stream(const pb::GenerateRequest& request,
                     const std::function<bool(const pb::GenerateStreamResponse&)>& each, Deadline deadline) {
   refuse_negative(request);
   grpc::ClientContext context;  // its destruction cancels a call that is still open
-  expire(context, deadline);
+  prepare(context, deadline);
   pb::GenerateStreamRequest wrapped;
   *wrapped.mutable_request() = request;
   const auto reader = stub_->GenerateStream(&context, wrapped);
@@ -174,7 +192,7 @@ void Client::stream(const pb::GenerateRequest& request,
 pb::WarmResponse Client::send(const pb::WarmRequest& request, Deadline deadline) {
   refuse_negative(request);
   grpc::ClientContext context;
-  expire(context, deadline);
+  prepare(context, deadline);
   pb::WarmResponse response;
   check(stub_->Warm(&context, request, &response));
   return response;
@@ -196,7 +214,7 @@ pb::WarmResponse Client::prefetch(const pb::Prompt& prompt, Deadline deadline) {
 
 uint32_t Client::release_session(const std::string& session, const std::string& tenant_salt, Deadline deadline) {
   grpc::ClientContext context;
-  expire(context, deadline);
+  prepare(context, deadline);
   pb::ReleaseSessionRequest request;
   request.set_session(session);
   request.set_tenant_salt(tenant_salt);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,6 +19,7 @@ namespace kvsidecar {
 
 namespace pb = inference::v1;
 using Deadline = std::optional<std::chrono::milliseconds>;  // time from now; none: no limit
+constexpr uint32_t kRestOfContext = UINT32_MAX;  // as max_tokens: an answer may fill the rest of the context
 
 // A call that failed. `reason` is stable and meant for programs, such as "INVALID_REQUEST" or "OVERLOADED"
 // (clients/python/kvsidecar/errors has all reasons). what() is one sentence for people.
@@ -73,10 +75,13 @@ class Client {
   pb::InferenceService::Stub& stub() { return *stub_; }
 
  private:
+  // Sets the deadline of a call. If the worker was away, waits briefly for a connection.
+  void prepare(grpc::ClientContext& context, Deadline deadline) const;
   void check(const grpc::Status& status) const;
   pb::WarmResponse send(const pb::WarmRequest& request, Deadline deadline);
 
   std::string target_;
+  std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<pb::InferenceService::Stub> stub_;
 };
 

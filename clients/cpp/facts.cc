@@ -1,8 +1,10 @@
 // Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT.
-// Without arguments it prints the hashes of docs/protocol.md's test vectors, and checksums by length.
+// Without a TEXT it prints its view of tests/clients/scripted_worker.py; without arguments the hashes of
+// docs/protocol.md's test vectors, and checksums by length.
 #include <iomanip>
 #include <iostream>
 #include <sstream>
+#include <thread>
 
 #include "client.h"
 #include "keys.h"
@@ -102,6 +104,44 @@ std::string hexadecimal(uint64_t value) {
   return out.str();
 }
 
+void until_answered(kvsidecar::Client& client) {
+  while (true) {
+    try {
+      client.generate(greedy("short", 1));
+      return;
+    } catch (const kvsidecar::Error& error) {
+      if (error.reason != "UNAVAILABLE") throw;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
+
+// Ends a stream at the chunk with this text, when the whole stream has arrived.
+void stopped(kvsidecar::Client& client, const std::string& last) {
+  std::string seen;
+  failure("stopped at " + last, [&] {
+    client.stream(greedy("stream", 3), [&](const pb::GenerateStreamResponse& part) {
+      seen += (seen.empty() ? "" : " ") + part.text();
+      if (part.text() == last) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return part.text() != last;
+    });
+  });
+  fact("stopped at " + last + ".seen", seen);
+}
+
+void scripted(kvsidecar::Client& client) {
+  until_answered(client);
+  std::string text;
+  failure("long", [&] { text = client.generate(greedy("long", 1)).text(); });
+  fact("long.checksum", hexadecimal(kvsidecar::checksum(text)));
+  failure("rest of context", [&] { client.generate(greedy("rest of context", -1)); });
+  pb::GenerateRequest request = greedy("top_k", 1);
+  request.mutable_sampling()->set_top_k(-1);
+  failure("largest top_k", [&] { client.generate(request); });
+  stopped(client, "0");
+  stopped(client, "2");
+}
+
 void vectors() {
   std::string bytes;
   for (int i = 0; i < 4096; ++i) bytes += static_cast<char>(i);
@@ -138,11 +178,15 @@ void vectors() {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count < 3) {
+  if (count < 2) {
     vectors();
     return 0;
   }
   kvsidecar::Client client(arguments[1]);
+  if (count < 3) {
+    scripted(client);
+    return 0;
+  }
   asked(client, arguments[2]);
   hinted(client, arguments[2]);
   ended(client);

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
@@ -22,6 +23,18 @@ import (
 
 // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
 var keepAlive = keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}
+
+// Finds a worker that was away within a second; by default, gRPC waits up to two minutes between attempts. A zero
+// MinConnectTimeout would end an attempt after the backoff, so this is gRPC's default.
+var reconnect = grpc.ConnectParams{
+	Backoff: backoff.Config{
+		BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second,
+	},
+	MinConnectTimeout: 20 * time.Second,
+}
+
+// A long answer with logprobs exceeds gRPC's default of 4 MiB.
+const maxReceiveBytes = 64 << 20
 
 // Client is safe for use by many goroutines at once.
 type Client struct {
@@ -43,7 +56,8 @@ func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 	// Over a Unix socket, gRPC would use the path as the authority, which is invalid.
 	ours := []grpc.DialOption{
 		grpc.WithInsecure(), grpc.WithAuthority("localhost"), grpc.WithKeepaliveParams(keepAlive),
-		grpc.WithDefaultCallOptions(grpc.ForceCodec(codec{})),
+		grpc.WithConnectParams(reconnect),
+		grpc.WithDefaultCallOptions(grpc.ForceCodec(codec{}), grpc.MaxCallRecvMsgSize(maxReceiveBytes)),
 	}
 	connection, err := grpc.Dial(target, append(ours, options...)...)
 	if err != nil {

@@ -1,5 +1,8 @@
 // Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT.
-// Without arguments it prints the hashes of docs/protocol.md's test vectors, and checksums by length.
+// Without a TEXT it prints its view of tests/clients/scripted_worker.py; without arguments the hashes of
+// docs/protocol.md's test vectors, and checksums by length.
+import { setTimeout } from "node:timers/promises";
+
 import { type CacheOptions, chat, Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
 import * as keys from "./src/keys.js";
 
@@ -90,6 +93,43 @@ async function refusedNumbers(client: Client): Promise<void> {
   await failure("seed", () => client.generate({ ...greedy("numbers", 1), sampling: { seed: "18446744073709551615" } }));
 }
 
+async function scripted(client: Client): Promise<void> {
+  await untilAnswered(client);
+  let text = "";
+  await failure("long", async () => {
+    text = (await client.generate(greedy("long", 1))).text;
+  });
+  fact("long.checksum", await keys.checksum(Buffer.from(text)));
+  await failure("rest of context", () => client.generate(greedy("rest of context", 2 ** 32 - 1)));
+  await failure("largest top_k", () => client.generate({ ...greedy("top_k", 1), sampling: { topK: -1 } }));
+  await stopped(client, "0");
+  await stopped(client, "2");
+}
+
+/** Leaves a stream at the chunk with this text, when the whole stream has arrived. */
+async function stopped(client: Client, last: string): Promise<void> {
+  const seen: string[] = [];
+  for await (const part of client.stream(greedy("stream", 3))) {
+    seen.push(part.text);
+    if (part.text !== last) continue;
+    await setTimeout(300);
+    break;
+  }
+  fact(`stopped at ${last}.seen`, seen.join(" "));
+}
+
+async function untilAnswered(client: Client): Promise<void> {
+  for (;;) {
+    try {
+      await client.generate(greedy("short", 1));
+      return;
+    } catch (error) {
+      if (!(error instanceof KVSidecarError && error.reason === "UNAVAILABLE")) throw error;
+    }
+    await setTimeout(50);
+  }
+}
+
 async function vectors(): Promise<void> {
   const bytes = Uint8Array.from({ length: 4096 }, (_, i) => i);
   const [none, salt, tokens] = [new Uint8Array(), Buffer.from("salt"), [1, 2, 3, 70000]];
@@ -116,8 +156,12 @@ async function vectors(): Promise<void> {
 }
 
 const [target, text] = process.argv.slice(2);
-if (target === undefined || text === undefined) {
+if (target === undefined) {
   await vectors();
+} else if (text === undefined) {
+  const client = new Client(target);
+  await scripted(client);
+  client.close();
 } else {
   const client = new Client(target);
   await asked(client, text);

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import grpc
@@ -19,7 +18,7 @@ from kvsidecar import keys
 
 from benchmarks.node import Node, free_port
 from inference_svc.models.model_resolver import DEMO_MODEL
-from tests.clients.toolchains import BUILT, ROOT, TOOLCHAINS, Toolchain
+from tests.clients.toolchains import BUILT, ROOT, Toolchain
 from tests.inference_svc.gateway.conftest import of_node
 from tests.kvsidecar.test_vectors import WRITTEN
 
@@ -35,24 +34,6 @@ THINKING = (
 def text_of(client: Toolchain) -> str:
     """A text for each language: what one has warmed must not be warm for the next one."""
     return f"A traveller who speaks {client.name} came to the harbour and asked about the boats of that morning. " * 12
-
-
-@cache
-def why_not_built(toolchain: Toolchain) -> str:
-    """Builds a client once; what is missing for it, or nothing. Raises AssertionError when it does not compile."""
-    missing = toolchain.missing()
-    if not missing:
-        toolchain.make()
-    return missing
-
-
-@pytest.fixture(params=TOOLCHAINS, ids=lambda t: t.name, scope="module")
-def client(request: pytest.FixtureRequest) -> Toolchain:
-    toolchain: Toolchain = request.param
-    missing = why_not_built(toolchain)
-    if missing:
-        pytest.skip(f"not installed for {toolchain.name}: {missing}; clients/{toolchain.name}/README.md names packages")
-    return toolchain
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-// Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT. Without arguments it
-// prints the hashes of docs/protocol.md's test vectors, and checksums by length.
+// Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT. Without a TEXT it
+// prints its view of tests/clients/scripted_worker.py; without arguments the hashes of docs/protocol.md's test vectors,
+// and checksums by length.
 package main
 
 import (
@@ -8,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"kvsidecar"
@@ -25,6 +27,10 @@ func main() {
 	client, err := kvsidecar.Dial(os.Args[1])
 	must(err)
 	defer client.Close()
+	if len(os.Args) == 2 {
+		scripted(client)
+		return
+	}
 	asked(client, os.Args[2])
 	hinted(client, os.Args[2])
 	ended(client)
@@ -118,6 +124,49 @@ func ended(client *kvsidecar.Client) {
 	failure("negative in a stream", client.Stream(context.Background(), request, func(*pb.GenerateStreamResponse) error {
 		return nil
 	}))
+}
+
+func scripted(client *kvsidecar.Client) {
+	ctx := context.Background()
+	untilAnswered(client)
+	long, err := client.Generate(ctx, greedy("long", 1))
+	failure("long", err)
+	fact("long.checksum", fmt.Sprintf("%016x", kvsidecar.Checksum([]byte(long.GetText()))))
+	_, err = client.Generate(ctx, greedy("rest of context", 1<<32-1))
+	failure("rest of context", err)
+	request, largest := greedy("top_k", 1), uint32(1<<32-1)
+	request.Sampling.TopK = &largest
+	_, err = client.Generate(ctx, request)
+	failure("largest top_k", err)
+	stopped(client, "0")
+	stopped(client, "2")
+}
+
+// stopped ends a stream at the chunk with this text, when the whole stream has arrived.
+func stopped(client *kvsidecar.Client, last string) {
+	var seen []string
+	enough := errors.New("enough")
+	err := client.Stream(context.Background(), greedy("stream", 3), func(part *pb.GenerateStreamResponse) error {
+		seen = append(seen, part.Text)
+		if part.Text != last {
+			return nil
+		}
+		time.Sleep(300 * time.Millisecond)
+		return enough
+	})
+	fact("stopped at "+last+".unchanged", err == enough)
+	fact("stopped at "+last+".seen", strings.Join(seen, " "))
+}
+
+func untilAnswered(client *kvsidecar.Client) {
+	for range time.Tick(50 * time.Millisecond) {
+		_, err := client.Generate(context.Background(), greedy("short", 1))
+		var failed *kvsidecar.Error
+		if !errors.As(err, &failed) || failed.Reason != "UNAVAILABLE" {
+			must(err)
+			return
+		}
+	}
 }
 
 func failure(name string, err error) {

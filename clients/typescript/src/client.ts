@@ -24,8 +24,16 @@ export interface CallOptions {
   deadlineMs?: number;
 }
 
-// Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
-const CHANNEL: grpc.ChannelOptions = { "grpc.keepalive_time_ms": 30_000, "grpc.keepalive_timeout_ms": 10_000 };
+const CHANNEL: grpc.ChannelOptions = {
+  // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
+  "grpc.keepalive_time_ms": 30_000,
+  "grpc.keepalive_timeout_ms": 10_000,
+  // Finds a worker that was away within a second; by default, gRPC waits up to two minutes between attempts.
+  "grpc.initial_reconnect_backoff_ms": 100,
+  "grpc.max_reconnect_backoff_ms": 1_000,
+  // A long answer with logprobs exceeds gRPC's default of 4 MiB.
+  "grpc.max_receive_message_length": 64 << 20,
+};
 
 const PROTO = fileURLToPath(new URL("../protos/inference/v1/inference.proto", import.meta.url));
 

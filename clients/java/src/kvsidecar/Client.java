@@ -4,6 +4,7 @@ import com.google.protobuf.ByteString;
 import io.grpc.Context;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
+import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import java.time.Duration;
 import java.util.Iterator;
@@ -33,6 +34,11 @@ import kvsidecar.inference.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
    memory.
  */
 public final class Client implements AutoCloseable {
+    /** A long answer with logprobs exceeds gRPC's default of 4 MiB. */
+    private static final int MAX_RECEIVE_BYTES = 64 << 20;
+    /** As max_tokens: an answer may fill the rest of the context. It is the unsigned number 4294967295. */
+    public static final int REST_OF_CONTEXT = -1;
+
     private final ManagedChannel channel;
     private final InferenceServiceBlockingStub stub;
 
@@ -40,7 +46,8 @@ public final class Client implements AutoCloseable {
     public Client(String host, int port) {
         // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
         this(ManagedChannelBuilder.forAddress(host, port).usePlaintext()
-                .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS).build());
+                .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS)
+                .maxInboundMessageSize(MAX_RECEIVE_BYTES).build());
     }
 
     /** Takes ownership of the channel, and closes it with the client. */
@@ -62,7 +69,7 @@ public final class Client implements AutoCloseable {
 
     /**
      * Calls {@code each} with every chunk; the last chunk has finish_reason, usage and timings. When {@code each}
-     * returns false or throws, the request ends at the worker.
+     * returns false or throws, the request ends at the worker, and {@code each} is not called again.
      *
      * @throws KVSidecarException with reason CANCELLED when {@code each} returned false
      */
@@ -75,6 +82,8 @@ public final class Client implements AutoCloseable {
                 while (parts.hasNext()) {
                     if (!each.test(parts.next())) {
                         context.cancel(new CancellationException("the caller has enough"));
+                        // The call itself may have ended well: its last chunks and status arrive before they are read.
+                        throw Status.CANCELLED.withDescription("the caller has enough").asRuntimeException();
                     }
                 }
                 return null;
@@ -135,6 +144,8 @@ public final class Client implements AutoCloseable {
     }
 
     private <T> T call(Duration deadline, Function<InferenceServiceBlockingStub, T> method) {
+        // Finds a worker that was away: gRPC waits up to two minutes between attempts, and has no setting for Java.
+        channel.resetConnectBackoff();
         try {
             return method.apply(stub.withDeadlineAfter(deadline.toNanos(), TimeUnit.NANOSECONDS));
         } catch (StatusRuntimeException error) {

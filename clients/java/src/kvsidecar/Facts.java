@@ -3,7 +3,10 @@ package kvsidecar;
 import com.google.protobuf.ByteString;
 import java.nio.charset.StandardCharsets;
 import java.time.Duration;
+import java.util.ArrayList;
 import java.util.Arrays;
+import java.util.List;
+import java.util.concurrent.locks.LockSupport;
 import kvsidecar.cache.v1.Chunk.DataType;
 import kvsidecar.cache.v1.Chunk.NamespaceDescriptor;
 import kvsidecar.inference.v1.Inference.CacheBreakpoint;
@@ -15,8 +18,9 @@ import kvsidecar.inference.v1.Inference.Prompt;
 import kvsidecar.inference.v1.Inference.Sampling;
 
 /**
- * Prints this client's view of a worker, one fact per line, for tests/clients: PORT TEXT. Without arguments it prints
- * the hashes of docs/protocol.md's test vectors, and checksums by length.
+ * Prints this client's view of a worker, one fact per line, for tests/clients: PORT TEXT. Without a TEXT it prints its
+ * view of tests/clients/scripted_worker.py; without arguments the hashes of docs/protocol.md's test vectors, and
+ * checksums by length.
  */
 public final class Facts {
     private static final int MOST = 400;
@@ -24,12 +28,16 @@ public final class Facts {
 
     private Facts() {}
 
-    public static void main(String[] arguments) {
+    public static void main(String[] arguments) throws InterruptedException {
         if (arguments.length == 0) {
             vectors();
             return;
         }
         try (Client client = new Client("localhost", Integer.parseInt(arguments[0]))) {
+            if (arguments.length == 1) {
+                scripted(client);
+                return;
+            }
             asked(client, arguments[1]);
             hinted(client, arguments[1]);
             ended(client);
@@ -95,6 +103,45 @@ public final class Facts {
         GenerateRequest request = greedy("less than nothing", 4).toBuilder()
                 .setSampling(Sampling.newBuilder().setTopK(-3)).build();
         failure("negative in a stream", () -> client.stream(request, LONG, part -> true));
+    }
+
+    private static void scripted(Client client) throws InterruptedException {
+        untilAnswered(client);
+        StringBuilder text = new StringBuilder();
+        failure("long", () -> text.append(client.generate(greedy("long", 1), LONG).getText()));
+        fact("long.checksum", hex(XXH3.hash(text.toString().getBytes(StandardCharsets.UTF_8))));
+        failure("rest of context", () -> client.generate(greedy("rest of context", -1), LONG));
+        GenerateRequest request = greedy("top_k", 1).toBuilder().setSampling(Sampling.newBuilder().setTopK(-1)).build();
+        failure("largest top_k", () -> client.generate(request, LONG));
+        stopped(client, "0");
+        stopped(client, "2");
+    }
+
+    /** Ends a stream at the chunk with this text, when the whole stream has arrived. */
+    private static void stopped(Client client, String last) {
+        List<String> seen = new ArrayList<>();
+        failure("stopped at " + last, () -> client.stream(greedy("stream", 3), LONG, part -> {
+            seen.add(part.getText());
+            if (part.getText().equals(last)) {
+                LockSupport.parkNanos(Duration.ofMillis(300).toNanos());
+            }
+            return !part.getText().equals(last);
+        }));
+        fact("stopped at " + last + ".seen", String.join(" ", seen));
+    }
+
+    private static void untilAnswered(Client client) throws InterruptedException {
+        while (true) {
+            try {
+                client.generate(greedy("short", 1), LONG);
+                return;
+            } catch (KVSidecarException error) {
+                if (!error.reason().equals("UNAVAILABLE")) {
+                    throw error;
+                }
+            }
+            Thread.sleep(50);
+        }
     }
 
     private static void failure(String name, Runnable call) {

@@ -12,7 +12,8 @@ final class Numbers {
     private Numbers() {}
 
     /**
-     * Refuses negative numbers in unsigned fields, which Java stores as int. The worker would read -3 as 4294967293.
+     * Refuses negative numbers in unsigned fields, which Java stores as int. The worker would read -3 as 4294967293. A
+     * max_tokens of {@link Client#REST_OF_CONTEXT} is allowed.
      *
      * @throws KVSidecarException with reason INVALID_REQUEST
      */
@@ -26,6 +27,9 @@ final class Numbers {
                 refuseNegative((Message) set.getValue());
             } else if (field.getType() == FieldDescriptor.Type.UINT32 && (Integer) set.getValue() < 0) {
                 String name = field.getName();
+                if (name.equals("max_tokens") && (Integer) set.getValue() == Client.REST_OF_CONTEXT) {
+                    continue;
+                }
                 int least = POSITIVE.contains(name) ? 1 : 0;
                 throw KVSidecarException.refusal(String.format("%s is %d; whole numbers from %d to %d are allowed",
                         name, (Integer) set.getValue(), least, Integer.MAX_VALUE));
