@@ -129,21 +129,6 @@ def test_a_chat_is_answered_as_python_has_it(facts: dict[str, str], client: Tool
     assert facts["chat.miss"] == "reuse_off", "the text is stored, without a chat around it"
 
 
-def test_python_has_reasoning_and_the_reason_of_a_miss(node: Node) -> None:
-    question, schema = [{"role": "user", "content": "who are you, and why?"}], {"const": "why not</think> so"}
-    client = node.client()
-    whole = client.generate(question, json_schema=schema, explain=True)
-    assert (whole.reasoning, whole.text) == ('"why not', 'so"')
-    assert whole.miss is not None
-    assert whole.miss.kind in ("never_seen", "differs")
-    node.settle()
-    chunks = list(client.stream(question, json_schema=schema, explain=True))
-    assert "".join(chunk.reasoning for chunk in chunks) == '"why not'
-    final = chunks[-1].final
-    assert final is not None
-    assert (final.reasoning, final.text, final.miss) == ('"why not', 'so"', None), "all but the last token were cached"
-
-
 def test_negative_numbers_are_refused_before_they_are_sent(facts: dict[str, str]) -> None:
     """The worker would be told 4294967293, which is no limit. What a client refuses has no domain."""
     for name, option in (("negative", "max"), ("negative in a stream", "top")):

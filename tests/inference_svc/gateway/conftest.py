@@ -18,7 +18,7 @@ class Gateway:
     """Gateway process with these flags, on ``port`` or on a free port. Its log goes to the log of ``node``."""
 
     def __init__(self, node: Node, *flags: str, port: int = 0, wait: bool = True) -> None:
-        self.port, self._node = port or free_port(), node
+        self.port, self.node = port or free_port(), node
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = Node.launch(
             ["inference_svc", "gateway", "--port", str(self.port), *flags], dict(os.environ), node.log.fileno()
@@ -36,7 +36,7 @@ class Gateway:
                     return
             except httpx.HTTPError:
                 pass
-            assert time.monotonic() < deadline, self._node.read_log()
+            assert time.monotonic() < deadline, self.node.read_log()
             time.sleep(0.05)
 
     def post(self, path: str, **body: Any) -> Any:

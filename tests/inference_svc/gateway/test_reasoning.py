@@ -42,6 +42,20 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         gateway.close()
 
 
+def test_the_python_client_has_reasoning_and_the_reason_of_a_miss(thinker: Gateway) -> None:
+    question, client = [{"role": "user", "content": "who are you, and why?"}], thinker.node.client()
+    whole = client.generate(question, temperature=0, explain=True)
+    assert (whole.reasoning, whole.text) == (REASONING, TEXT)
+    assert whole.miss is not None
+    assert whole.miss.kind in ("never_seen", "differs")
+    thinker.node.settle()
+    chunks = list(client.stream(question, temperature=0, explain=True))
+    assert "".join(chunk.reasoning for chunk in chunks) == REASONING
+    final = chunks[-1].final
+    assert final is not None
+    assert (final.reasoning, final.text, final.miss) == (REASONING, TEXT, None), "all but the last token were cached"
+
+
 def test_a_chat_has_reasoning_beside_its_text(thinker: Gateway) -> None:
     asked: Any = {"model": "", "messages": SAID, "temperature": 0}
     found = thinker.post("/v1/chat/completions", **asked)
