@@ -128,8 +128,8 @@ class Node:
     def __exit__(self, *_: object) -> None:
         for client in self._clients.values():
             client.close()
-        daemon = self._processes.pop("a-daemon", None)
-        for ending in (list(self._processes.values()), [daemon] if daemon is not None else []):  # workers first
+        for daemon in (False, True):  # the workers end first
+            ending = [process for name, process in self._processes.items() if (name == "a-daemon") == daemon]
             for process in ending:
                 process.terminate()
             for process in ending:
