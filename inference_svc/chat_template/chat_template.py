@@ -26,6 +26,7 @@ from inference_svc.chat_template.template_messages import (
     template_tools,
     uses_tools,
 )
+from inference_svc.context_reuse.text_structure import special_tokens
 from inference_svc.sequence.detokenizer import CallMarkers
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
@@ -57,7 +58,7 @@ class ChatTemplate:
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
         self._knows_tools, self._marks_reasoning = renders_tools(template), marks_reasoning(template)
-        special = _special_tokens(tokenizer)
+        special = set(special_tokens(tokenizer).values())
         self._reasons_by_special = self._marks_reasoning and not special.isdisjoint((BEGIN, END))
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
@@ -186,12 +187,6 @@ class ChatTemplate:
         """True if special tokens must be in the answer's text, because they mark calls or reasoning."""
         reasons = self._reasons_by_special and request.prompt.HasField("chat")
         return reasons or (self._marked_by_special and self.parser(request) is not None)
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the tokens that the decoder omits; some are special only in tokenizer.json."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
 
 
 def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:

@@ -15,6 +15,13 @@ _LINE_FEEDS = ("\n", "Ċ", "<0x0A>")
 _HEADER_TOKENS = 4
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the special tokens with their texts; some are special only in tokenizer.json."""
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return dict(named) | {token: str(text) for token, text in added if text.special}
+
+
 @dataclass(frozen=True)
 class TextStructure:
     """Tokens that end paragraphs or mark up messages, as ``kinds [vocabulary]``: one bit mask per token id.
@@ -37,8 +44,7 @@ class TextStructure:
                     | _ENDS_LINE * text.endswith("\n")
                     | _STARTS_LINE * text.startswith("\n")
                 )
-        added = (token for token, text in tokenizer.added_tokens_decoder.items() if text.special)
-        kinds[[*tokenizer.all_special_ids, *added]] |= _SPECIAL
+        kinds[list(special_tokens(tokenizer))] |= _SPECIAL
         return cls(kinds)
 
     def ends(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
