@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -18,7 +21,8 @@ from kvsidecar import keys
 
 from benchmarks.node import Node, free_port
 from inference_svc.models.model_resolver import DEMO_MODEL
-from tests.clients.toolchains import BUILT, ROOT, Toolchain
+from tests.clients.scripted_worker import LONG_TEXT, ScriptedWorker
+from tests.clients.toolchains import BUILT, ROOT, TOOLCHAINS, Toolchain
 from tests.inference_svc.gateway.conftest import of_node
 from tests.kvsidecar.test_vectors import WRITTEN
 
@@ -34,6 +38,24 @@ THINKING = (
 def text_of(client: Toolchain) -> str:
     """A text for each language: what one has warmed must not be warm for the next one."""
     return f"A traveller who speaks {client.name} came to the harbour and asked about the boats of that morning. " * 12
+
+
+@cache
+def why_not_built(toolchain: Toolchain) -> str:
+    """Builds a client once; what is missing for it, or nothing. Raises AssertionError when it does not compile."""
+    missing = toolchain.missing()
+    if not missing:
+        toolchain.make()
+    return missing
+
+
+@pytest.fixture(params=TOOLCHAINS, ids=lambda t: t.name, scope="module")
+def client(request: pytest.FixtureRequest) -> Toolchain:
+    toolchain: Toolchain = request.param
+    missing = why_not_built(toolchain)
+    if missing:
+        pytest.skip(f"not installed for {toolchain.name}: {missing}; clients/{toolchain.name}/README.md names packages")
+    return toolchain
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +90,7 @@ def address(client: Toolchain, node: Node, port: int) -> str:
 
 @pytest.fixture(scope="module")
 def facts(client: Toolchain, node: Node, address: str) -> dict[str, str]:
-    """What a client saw of the worker, and what the worker counted meanwhile."""
+    """Facts that a client prints about the worker, and the cancellations that the worker counted meanwhile."""
     before = node.client().stats().cancelled
     seen = client.facts(address, text_of(client))
     deadline = time.monotonic() + 30
@@ -261,3 +283,76 @@ def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
     assert refused.returncode != 0
     assert "max_tokens is 0; at least 1 is needed" in refused.stderr + refused.stdout
     assert "namespace" in json.loads(kv(str(node.worker_socket(0)), "model").stdout)
+
+
+# ---- a scripted worker: limits that a real model does not reach --------------------------------
+
+
+def address_of(client: Toolchain, port: int) -> str:
+    return f"127.0.0.1:{port}" if client.unix else str(port)
+
+
+@pytest.fixture(scope="module")
+def scripted(client: Toolchain) -> dict[str, str]:
+    """Facts that a client prints about the worker, and the max_tokens that the worker received."""
+    with ScriptedWorker(port := free_port()) as worker:
+        seen = client.facts(address_of(client, port))
+    return {**seen, **{f"{prompt}.max_tokens": str(n) for prompt, n in worker.max_tokens.items()}}
+
+
+def test_an_answer_of_5_mib_arrives_whole(scripted: dict[str, str]) -> None:
+    assert scripted["long.reason"] == "none", scripted["long.message"]
+    assert scripted["long.checksum"] == f"{keys.checksum(LONG_TEXT.encode()):016x}"
+
+
+def test_the_rest_of_the_context_can_be_requested(scripted: dict[str, str]) -> None:
+    assert scripted["rest of context.reason"] == "none", scripted["rest of context.message"]
+    assert scripted["rest of context.max_tokens"] == str(2**32 - 1)
+
+
+def test_minus_one_is_refused_in_other_fields(scripted: dict[str, str]) -> None:
+    assert scripted["largest top_k.reason"] == "INVALID_REQUEST"
+    assert "top_k.max_tokens" not in scripted, "it was sent"
+
+
+def test_a_stream_that_the_caller_ends_gives_no_further_chunk(client: Toolchain, scripted: dict[str, str]) -> None:
+    """Also if all chunks and the status had arrived. Where the caller returns false, the stream ends with CANCELLED."""
+    assert scripted["stopped at 0.seen"] == "0"
+    assert scripted["stopped at 2.seen"] == "0 1 2"
+    for last in ("0", "2"):
+        if client.name in ("cpp", "java"):
+            assert (scripted[f"stopped at {last}.reason"], scripted[f"stopped at {last}.code"]) == ("CANCELLED", "1")
+        if client.name == "go":
+            assert scripted[f"stopped at {last}.unchanged"] == "true"
+
+
+@pytest.mark.alone
+def test_a_worker_that_was_away_for_long_is_found_at_once() -> None:
+    """With gRPC's own backoff, the attempt after the one at 9 s comes at 16 s, and later ones two minutes apart."""
+    built = [client for client in TOOLCHAINS if not why_not_built(client)]
+    if not built:
+        pytest.skip("no toolchain is installed")
+    listeners = [socket.create_server(("127.0.0.1", free_port())) for _ in built]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    found_after: dict[str, float] = {}
+    with ThreadPoolExecutor(len(built)) as pool:
+        running = [
+            pool.submit(client.facts, address_of(client, port)) for client, port in zip(built, ports, strict=True)
+        ]
+        for listener in listeners:
+            listener.settimeout(60)
+        connections = [listener.accept()[0] for listener in listeners]
+        for opened in (*listeners, *connections):
+            opened.close()
+        time.sleep(11.5)
+        started = time.monotonic()
+        workers = [ScriptedWorker(port).__enter__() for port in ports]
+        try:
+            for client, worker, facts in zip(built, workers, running, strict=True):
+                facts.result()
+                assert worker.first_call is not None
+                found_after[client.name] = worker.first_call - started
+        finally:
+            for worker in workers:
+                worker.__exit__()
+    assert max(found_after.values()) < 2, found_after
