@@ -79,11 +79,12 @@ def load_library(ordinal: int) -> Kernels:
         raise OSError(reasons.get(found.devices, f"CUDA error {-found.devices}"))
     if found.fingerprint != cuda_sources.fingerprint("cuda"):
         raise OSError("it was built from other sources (make kernels)")
-    capability = device_of(torch.device("cuda", ordinal)).facts.capability
+    device = device_of(torch.device("cuda", ordinal))
+    capability = device.facts.capability
     if not found.runs_on(capability):
         names = found.architectures.replace("_", ", sm_")
         raise OSError(f"it was built for sm_{names}, and not for sm_{capability[0]}{capability[1]} (make kernels)")
-    return DeviceKernels(found, device_of(torch.device("cuda", ordinal)).guard)
+    return DeviceKernels(found, device.guard)
 
 
 class KernelSelection:

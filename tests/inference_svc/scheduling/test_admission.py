@@ -57,7 +57,7 @@ def test_a_running_prefix_is_shared_once_all_its_layers_are_loaded(loaded: int, 
 
 
 def test_requests_that_wait_for_one_prefix_do_not_delay_others() -> None:
-    """However many they are; and each is still held back."""
+    """Their number does not matter, and each is still held back."""
     pool = KVPool(LAYERS, 1, 2, 1024, torch.float32, torch.device("cpu"))
     admission = Admission(pool, PrefixCache(pool, 8), 64, 1024, PrefillBudget(0.0), NullKVConnector())
     running, other = sequence_of(b"a"), Request(prompt(2, 40), 5).sequence
