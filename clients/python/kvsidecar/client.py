@@ -244,13 +244,12 @@ class Client:
 class AsyncClient:
     """Asynchronous client for one event loop, otherwise like ``Client``.
 
-    ``options`` are gRPC channel options.
+    ``options`` are gRPC channel options; they override the client's own.
     """
 
     def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
-        self._workers = WorkerChannels(
-            address, lambda target: grpc.aio.insecure_channel(target, options=[*_OPTIONS, *options])
-        )
+        merged = list((dict(_OPTIONS) | dict(options)).items())  # of two options with one name, gRPC takes the first
+        self._workers = WorkerChannels(address, lambda target: grpc.aio.insecure_channel(target, options=merged))
 
     @property
     def stub(self) -> Any:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import statistics
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -156,3 +161,20 @@ async def test_a_deadline_of_the_call_is_told_in_the_gateways_words(details: str
     error = grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, metadata, metadata, details=details)
     assert "--request-seconds" in str(router.workers[0].error_of(error))
     await router.close()
+
+
+async def test_a_worker_that_comes_up_is_tried_every_300_milliseconds(tmp_path: Path) -> None:
+    """A client's own 1 s is too slow: a waiting request gives up half a second after the supervisor sees the worker."""
+    tried: list[float] = []
+
+    def refuse(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tried.append(time.monotonic())
+        writer.close()
+
+    router = WorkerRouter([str(tmp_path / "worker.sock")])
+    async with await asyncio.start_unix_server(refuse, tmp_path / "worker.sock"):
+        await router.start()
+        await asyncio.sleep(6)
+        await router.close()
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert statistics.median(pauses[-4:]) < 0.6
