@@ -93,7 +93,8 @@ def _left_for_pool(config: WorkerConfig, loaded: LoadedModel, adapter_bytes: int
     pool (``reserved_bytes``).
     """
     device = device_of(loaded.device)
-    free = device.free_bytes() - adapter_bytes
+    widened = 0 if loaded.streamed is None else loaded.streamed.residency.widened_bytes
+    free = device.free_bytes() - adapter_bytes - widened
     unused = int((1 - config.gpu_memory_utilization) * device.facts.memory_bytes)
     left = free - unused - _step_bytes(config, loaded)
     if "gpu_memory_utilization" not in config.model_fields_set:

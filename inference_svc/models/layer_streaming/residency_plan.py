@@ -54,6 +54,7 @@ class WeightSizes:
 
     layers: Sequence[tuple[int, int]]  # for each layer: bytes of attention, and of the feed-forward part
     always: int  # bytes that are resident in every mode: head and norms
+    widened: int = 0  # bytes of the largest weight in codes after a device has widened it for a product
 
     @property
     def all(self) -> int:
@@ -78,6 +79,7 @@ class ResidencyPlan:
     slot_bytes: int
     streamed_bytes: int  # bytes read per forward
     resident_bytes: int  # bytes of resident weights and slots
+    widened_bytes: int = 0  # memory that a product needs beside them, see ``WeightSizes``
 
 
 def reserved_bytes(asked: StreamingOptions) -> int:
@@ -92,7 +94,7 @@ def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> Re
     as fit. Raises ConfigurationError if ``keep_first`` and ``keep_last`` exceed the model's layers, or if no allowed
     plan fits: a memory limit would kill the process without a message later.
     """
-    count, room = len(sizes.layers), free - reserved_bytes(asked)
+    count, room = len(sizes.layers), free - reserved_bytes(asked) - sizes.widened
     if asked.keep_first + asked.keep_last > count:
         raise ConfigurationError(
             f"keep_first is {asked.keep_first} and keep_last is {asked.keep_last}; the model has {count} layers"
@@ -122,7 +124,7 @@ def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> 
     return (
         f"the model does not fit: {format_size(max(0, free))} are free, and {how} it takes "
         f"{format_size(residency.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
-        f"(pool_bytes){beside} and {format_size(SPARE_BYTES)} to compute in; lower pool_bytes{advice}"
+        f"(pool_bytes){beside} and {format_size(SPARE_BYTES + residency.widened_bytes)} to compute in; lower pool_bytes{advice}"
     )
 
 
@@ -147,4 +149,5 @@ def _plan(mode: Mode, sizes: WeightSizes, parts: tuple[StreamedPart, ...], slots
     pieces = sum(size > 0 for size in each)
     # Slots beyond the number of pieces would stay empty.
     slots = min(slots, max(pieces, _MIN_SLOTS)) if pieces else 0
-    return ResidencyPlan(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))
+    resident = sizes.all - sum(each) + slots * max(each)
+    return ResidencyPlan(mode, parts, slots, max(each), sum(each), resident, sizes.widened)

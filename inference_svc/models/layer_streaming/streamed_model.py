@@ -108,8 +108,12 @@ def load_streamed(
     raise AssertionError("unreachable")
 
 
-def sizes_of(file: LayerFile, on_device: bool = False) -> WeightSizes:
-    """Memory of a file's weights. On a device, an embedding that is not tied to the head takes memory, too."""
+def sizes_of(file: LayerFile, device_dtype: torch.dtype | None = None) -> WeightSizes:
+    """Memory of a file's weights.
+
+    ``device_dtype`` is the dtype in which a device computes; None on a CPU. On a device, an embedding that is not tied
+    to the head takes memory, too, and a weight in codes is widened for each product.
+    """
     layers = []
     for layer in file.index.layers:
         parts = [0, 0]
@@ -118,9 +122,12 @@ def sizes_of(file: LayerFile, on_device: bool = False) -> WeightSizes:
         layers.append((parts[0], parts[1]))
     head, embedding = file.index.head, file.index.embedding
     always = padded(head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values())
-    if on_device and embedding != head:
+    if device_dtype is None:
+        return WeightSizes(layers, always)
+    if embedding != head:
         always += padded(embedding.form.size_bytes)
-    return WeightSizes(layers, always)
+    coded = [s.form.outputs * s.form.inputs for s in file.index.stored if s.form.kind == "quantized"]
+    return WeightSizes(layers, always, max(coded, default=0) * device_dtype.itemsize)
 
 
 def _inode(folder: Path) -> int:
@@ -221,7 +228,8 @@ class _ModelAssembly:
         self, recipe: LayerFileRecipe, file: LayerFile, asked: StreamingOptions, place: WeightPlacement
     ) -> None:
         self._recipe, self._file, self._asked, self._place = recipe, file, asked, place
-        self.residency = plan_residency(sizes_of(file, recipe.on_device), place.free_bytes(asked), asked)
+        sizes = sizes_of(file, recipe.dtype if recipe.on_device else None)
+        self.residency = plan_residency(sizes, place.free_bytes(asked), asked)
 
     def model(self) -> tuple[Any, StreamedModel]:
         """Assemble the model. Raises LayerFileDamaged."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvkernels.cpu import quantized_gemm
 from torch import Tensor
 
 from inference_svc.models import loader
@@ -19,6 +20,8 @@ from inference_svc.models.layer_streaming.pinned_pieces import ResidentPieces, R
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
 from inference_svc.models.layer_streaming.weight_placement import DevicePlacement, Extent
 from inference_svc.models.loader import LoadedModel, load
+from inference_svc.server import pool_builder
+from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.models.layer_streaming.conftest import computed
 from tests.kvkernels.device.device_fault import UnorderedAccess
 from tests.kvkernels.device.simulated_device import SimulatedDevice, use_of
@@ -135,6 +138,19 @@ def test_auto_streams_what_a_card_has_no_room_for(home: Path, device: SimulatedD
     assert tight.streamed.residency.mode == "ffn_only_stream"
     assert device.free_bytes() >= 256 << 20
     tight.streamed.close()
+
+
+def test_the_largest_weight_in_codes_has_room_to_be_widened(home: Path, device: SimulatedDevice) -> None:
+    """Of a model with 4-bit weights it is the head: more than a GiB in a model of 8 billion weights."""
+    loaded = loaded_on(device, "bfloat16", 4, FULL)
+    assert loaded.streamed is not None
+    head = loaded.model.lm_head
+    widened = quantized_gemm.dequantize(head.quantized, torch.bfloat16).nbytes
+    assert loaded.streamed.residency.widened_bytes == widened
+    config = WorkerConfig(model=MODEL)
+    left, without = (pool_builder._left_for_pool(config, m, 0) for m in (loaded, replace(loaded, streamed=None)))
+    assert without - left == widened
+    loaded.streamed.close()
 
 
 class Model:

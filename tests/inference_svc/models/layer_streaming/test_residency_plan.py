@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_auto_streams_as_few_bytes_as_it_can() -> None:
 def test_auto_never_takes_more_than_there_is(room: int) -> None:
     asked = StreamingOptions("auto", slots=2, pool_bytes=3 * MIB)
     assert plan_residency(SIZES, free_for(room * MIB, asked), asked).resident_bytes <= room * MIB
+
+
+def test_a_weight_that_is_widened_for_a_product_takes_memory_beside_the_plan() -> None:
+    asked, sizes = StreamingOptions("auto"), replace(SIZES, widened=20 * MIB)
+    assert plan_residency(sizes, free_for(SIZES.all + 20 * MIB, asked), asked).mode == "full_resident"
+    assert plan_residency(sizes, free_for(SIZES.all + 20 * MIB - 1, asked), asked).mode != "full_resident"
+    with pytest.raises(ConfigurationError, match=r"and 276.0 MiB to compute in"):
+        plan_residency(sizes, 0, asked)
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
