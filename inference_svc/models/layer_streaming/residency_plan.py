@@ -124,7 +124,8 @@ def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> 
     return (
         f"the model does not fit: {format_size(max(0, free))} are free, and {how} it takes "
         f"{format_size(residency.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
-        f"(pool_bytes){beside} and {format_size(SPARE_BYTES + residency.widened_bytes)} to compute in; lower pool_bytes{advice}"
+        f"(pool_bytes){beside} and {format_size(SPARE_BYTES + residency.widened_bytes)} to compute in; "
+        f"lower pool_bytes{advice}"
     )
 
 
