@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from kvkernels.cuda.cuda_attention import _AttentionParams, _CombineParams
 from kvkernels.cuda.cuda_kv_pack import _KvPackParams
 from kvkernels.cuda.cuda_library import KernelLaunchError, SharedLibrary
 from kvkernels.cuda.imported_memory import checked_address, in_use, register_range, unregister_range
+from kvsidecar.cache.v1.cache_pb2 import Welcome
+from kvsidecar.kv_transfer import cuda_arena
 
 REPORT = cuda_sources.folder() / "resources.json"
 LOG = """\
@@ -218,3 +221,20 @@ def test_device_memory_is_used_and_given_up_under_one_lock() -> None:
     assert given_up == ["once"]
     with pytest.raises(ValueError, match="its session has ended"), in_use():
         checked_address(part)
+
+
+def test_a_range_that_two_sessions_imported_lasts_until_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA maps memory of one legacy handle once for a process, and counts how often it was opened."""
+    memory, closed = SimpleNamespace(address=4096, size_bytes=4096, read=lambda at, size: memoryview(bytes(size))), []
+    memory.close = lambda: closed.append(1)
+    monkeypatch.setattr(cuda_arena, "device_uuid", lambda device: b"")
+    monkeypatch.setattr(cuda_arena, "_imported", lambda welcome, device: memory)
+    first, second = (cuda_arena.CudaArena(Welcome(), 0) for _ in range(2))
+    first.close()
+    first.close()
+    with in_use():
+        assert checked_address(second.part(64, 32)) == 4160
+    second.close()
+    assert len(closed) == 2
+    with pytest.raises(ValueError, match="its session has ended"), in_use():
+        checked_address(second.part(64, 32))

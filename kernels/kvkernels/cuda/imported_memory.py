@@ -13,7 +13,8 @@ from kvkernels.chunk_payload import DeviceBytes
 
 Reader = Callable[[int, int], memoryview]
 
-_ranges: dict[int, tuple[int, Reader]] = {}
+# Two sessions of one process may import the same memory; CUDA then maps it once, at one address.
+_ranges: dict[int, list[tuple[int, Reader]]] = {}
 _changed = threading.Condition()
 _num_uses = 0
 
@@ -21,14 +22,17 @@ _num_uses = 0
 def register_range(address: int, size_bytes: int, read: Reader) -> None:
     """Register a range as accessible, until ``unregister_range``. ``read(offset, size_bytes)`` copies to the host."""
     with _changed:
-        _ranges[address] = size_bytes, read
+        _ranges.setdefault(address, []).append((size_bytes, read))
 
 
 def unregister_range(address: int, unmap: Callable[[], object]) -> None:
-    """Remove a range by calling ``unmap`` once no kernel uses it. Idempotent."""
+    """Undo one ``register_range``: call ``unmap`` once no kernel uses the range. Without one, does nothing."""
     with _changed:
         _changed.wait_for(lambda: not _num_uses)
-        if _ranges.pop(address, None) is not None:
+        if address in _ranges:
+            _ranges[address].pop()
+            if not _ranges[address]:
+                del _ranges[address]
             unmap()
 
 
@@ -64,7 +68,7 @@ def read_to_host(payload: DeviceBytes) -> memoryview:
 def _found(payload: DeviceBytes) -> tuple[int, int, Reader]:
     """Return a payload's address, and the start address and the read function of the range that contains it."""
     first, end = payload.address, payload.address + payload.size_bytes
-    for start, (length, read) in _ranges.items():
+    for start, [(length, read), *_] in _ranges.items():
         if start <= first and end <= start + length:
             return first, start, read
     raise ValueError("the device memory of this payload was released: its session has ended")

@@ -33,6 +33,7 @@ class CudaArena:
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
         imported_memory.register_range(self._memory.address, len(self), self._memory.read)
+        self._closed = False
 
     def __len__(self) -> int:
         return self._memory.size_bytes
@@ -43,7 +44,9 @@ class CudaArena:
 
     def close(self) -> None:
         """Release the memory once no kernel uses it. Idempotent."""
-        imported_memory.unregister_range(self._memory.address, self._memory.close)
+        if not self._closed:
+            self._closed = True
+            imported_memory.unregister_range(self._memory.address, self._memory.close)
 
 
 def _imported(welcome: Welcome, device: int) -> SharedDeviceMemory:
