@@ -12,6 +12,7 @@ import torch
 from kvkernels.device.visible_devices import device_of, has_cuda
 from kvkernels.paged_gather import Integers
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.runtime_context import get_model
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
@@ -39,7 +40,7 @@ class StorageSettings(engine_options.DaemonOptions):
     timeout_ms: int = 500
     """Timeout of a call that transfers no payload."""
     model: str = ""
-    """The model's folder or repository; needed if the served model name is neither."""
+    """The weights' folder or repository; needed if SGLang's ``--model-path`` is neither."""
     numerics: str = ""
     """Any text that describes settings outside of the model's files, such as ``--quantization``. Only engines with the
     same text share chunks."""
@@ -60,7 +61,8 @@ class KVSidecarStorage(HiCacheStorage):
             StorageSettings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"'
         )
         _check(storage_config, given)
-        self._folder = weights_dir_of(self._settings.model or storage_config.model_name or "")
+        model = get_model()
+        self._folder = weights_dir_of(self._settings.model or model.model_path, model.download_dir, model.revision)
         self._store: PageStore | None = None
         self._hints = PageHints(1)
 
