@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import time
 from collections.abc import Iterator
@@ -306,6 +307,17 @@ def test_only_the_same_revision_of_a_repository_shares_pages(node: Node, tmp_pat
     assert (second.batch_exists(NAMES), again.batch_exists(NAMES)) == (0, 1)
     for one in (first, second, again):
         one.close()
+
+
+@pytest.mark.sglang
+def test_an_sglang_that_hashes_only_tokens_is_refused(node: Node, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.5.20", "0.5.20.post1", "0.6.0rc1", "1.0"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        loaded(node, model).close()
+    for version in ("0.5.19", "0.5.9.post1", "0.4.10"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        with pytest.raises(ConfigurationError, match=f"SGLang is {version}; .* needs 0.5.20"):
+            loaded(node, model)
 
 
 @pytest.mark.sglang

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from kvkernels.device.visible_devices import device_of, has_cuda
 from kvkernels.paged_gather import Integers
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
-from sglang.srt.runtime_context import get_model
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
@@ -29,6 +29,9 @@ from kvsidecar.models import weights_fingerprint
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
+# The first SGLang version whose page hashes cover a request's LoRA adapter and salts (sgl-project/sglang#38577). Older
+# versions hash only the tokens, and pass the storage nothing else about a request.
+_MIN_VERSION = (0, 5, 20)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class KVSidecarStorage(HiCacheStorage):
             StorageSettings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"'
         )
         _check(storage_config, given)
+        from sglang.srt.runtime_context import get_model  # versions that _check refuses may not have it
+
         model = get_model()
         self._folder = weights_dir_of(self._settings.model or model.model_path, model.download_dir, model.revision)
         self._store: PageStore | None = None
@@ -162,7 +167,13 @@ def descriptor(
 
 
 def _check(config: Any, given: dict[str, Any]) -> None:
-    """Raise ConfigurationError, which names the setting, for an unsupported setting."""
+    """Raise ConfigurationError, which names the setting, for an unsupported version or setting."""
+    version = importlib.metadata.version("sglang")
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < _MIN_VERSION:
+        needed = ".".join(map(str, _MIN_VERSION))
+        raise ConfigurationError(
+            f"SGLang is {version}; to keep LoRA adapters and cache salts apart, KVSidecar needs {needed} or newer"
+        )
     if not given.get("interface_v1"):
         raise ConfigurationError(_V1)
     if config.is_mla_model:
