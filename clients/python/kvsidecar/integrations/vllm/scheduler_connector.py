@@ -24,10 +24,11 @@ from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
 from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.tracked_request import TrackedRequest
 from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
 from kvsidecar.kv_hints import read_kv_hints
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
-from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+from kvsidecar.kv_transfer.cache_hints import CacheHints
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
@@ -55,25 +56,6 @@ class _RankLookup:
     lookup: PrefixLookup
 
 
-@dataclass
-class _TrackedRequest:
-    """The connector's state of a request. ``salt`` is None if the request is not cached."""
-
-    request: Any
-    salt: bytes | None
-    hints: CacheHints = NO_HINTS
-    lookup: PendingLookup | None = None
-    local_tokens: int = 0  # tokens that vLLM's own cache had at the lookup
-    num_loading_tokens: int = 0  # end of the running load in tokens; 0 if no load runs
-    loaded: bool = False  # no load again before a preemption
-    known: tuple[tuple[int, bytes], ...] = ()  # for each rank, length and hash of the stored prefix
-    prompt_queued: bool = False
-    num_queued_tokens: int = 0  # tokens in store jobs
-    began_at: float = 0.0
-    computed_from: int = 0
-    timed: bool = False
-
-
 class SchedulerConnector:
     """Scheduler-side connector. It blocks the scheduler's loop for at most a few milliseconds per step."""
 
@@ -97,7 +79,7 @@ class SchedulerConnector:
         self._max_retained_blocks = int(blocks * _MAX_RETAINED_SHARE)
         self._retained_blocks: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_RankLookup] = []
-        self._requests: dict[str, _TrackedRequest] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._step, self._prefill_rate = StepJobs(), PrefillRate()
         self._generation = b""
         self._adapters, self._warned_adapters = AdapterDigests(), set[str]()
@@ -143,7 +125,7 @@ class SchedulerConnector:
 
     # ---- lookups --------------------------------------------------------------------------------------------
 
-    def tracked_request(self, request: Any) -> _TrackedRequest:
+    def tracked_request(self, request: Any) -> TrackedRequest:
         found = self._requests.get(request.request_id)
         if found is None:
             try:
@@ -156,7 +138,7 @@ class SchedulerConnector:
             given = read_kv_hints(getattr(request, "kv_hints", None))  # engines before vLLM 0.33 have none
             self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
             hints = CacheHints.of_kv_hints(given)
-            found = self._requests[request.request_id] = _TrackedRequest(request, salt, hints)
+            found = self._requests[request.request_id] = TrackedRequest(request, salt, hints)
         return found
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -188,7 +170,7 @@ class SchedulerConnector:
             return 0, False
         return (None, False) if self._is_being_loaded(tracked, tokens) else (tokens, True)
 
-    def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
+    def _is_being_loaded(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Return whether another request already loads at least half of these tokens.
 
         This request then waits until that load has ended, so that vLLM loads the blocks only once.
@@ -201,7 +183,7 @@ class SchedulerConnector:
             for other in self._requests.values()
         )
 
-    def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
+    def _look_up(self, tracked: TrackedRequest) -> PendingLookup | None:
         """Start a lookup for all ranks on a thread. Return None if the daemon cannot have a chunk of the prompt."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
@@ -251,7 +233,7 @@ class SchedulerConnector:
         self.stats.count_lookup("hit" if all(one.tokens for one in found) else "miss")
         return tuple(found)
 
-    def _release_lookup(self, tracked: _TrackedRequest) -> None:
+    def _release_lookup(self, tracked: TrackedRequest) -> None:
         """Forget a request's lookup; release its leases, now or when the lookup completes."""
         lookup, tracked.lookup = tracked.lookup, None
         if lookup is not None:
@@ -364,7 +346,7 @@ class SchedulerConnector:
         self._step.stores[:] = [store for store in self._step.stores if store.request != name]
         self._step.dropped.add(name)
 
-    def _queue_store(self, tracked: _TrackedRequest, tokens: int, blocks: list[int]) -> None:
+    def _queue_store(self, tracked: TrackedRequest, tokens: int, blocks: list[int]) -> None:
         """Queue a store of the complete blocks of the first ``tokens``, unless all are stored or queued."""
         request = tracked.request
         tokens = min(tokens, cacheable_tokens(request)) // self._block * self._block
