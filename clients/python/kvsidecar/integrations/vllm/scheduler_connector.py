@@ -22,7 +22,7 @@ from kvsidecar.integrations.vllm.cache_salt import (
 )
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
 from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
-from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
+from kvsidecar.integrations.vllm.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
 from kvsidecar.integrations.vllm.tracked_request import TrackedRequest
 from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
@@ -265,8 +265,6 @@ class SchedulerConnector:
         if not external_tokens:
             if not tracked.num_loading_tokens:
                 self._release_lookup(tracked)
-            if not tracked.began_at:
-                tracked.began_at, tracked.computed_from = time.monotonic(), request.num_computed_tokens
             return
         end = tracked.local_tokens + external_tokens
         assert tracked.salt is not None
@@ -291,19 +289,23 @@ class SchedulerConnector:
             tracked = self._requests.get(name)
             if tracked is not None:
                 tracked.num_queued_tokens, tracked.prompt_queued = 0, False
-                tracked.loaded, tracked.began_at = False, 0.0
+                tracked.loaded, tracked.began_at, tracked.num_prefill_tokens = False, 0.0, 0
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(name)
             if tracked is None:
                 continue
             request = tracked.request
+            if not tracked.began_at:
+                tracked.began_at, tracked.computed_from = time.monotonic(), request.num_computed_tokens
             if tracked.prompt_queued:
-                if tracked.began_at and not tracked.timed:  # earlier steps computed its prompt
-                    tracked.timed = True
-                    computed = request.num_prompt_tokens - tracked.computed_from
-                    self._prefill_rate.record(computed, time.monotonic() - tracked.began_at)
+                if request.num_tokens > request.num_prompt_tokens:  # the prompt's last step has ended
+                    tracked.measure_prefill(self._prefill_rate)
                 continue
-            if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
+            end = request.num_computed_tokens + scheduled
+            if end >= request.num_prompt_tokens:
+                tracked.num_prefill_tokens = end - tracked.computed_from
+                if tracked.num_prefill_tokens < MIN_PREFILL_TOKENS:
+                    tracked.measure_prefill(self._prefill_rate)
                 blocks = output.kv_connector_block_state.resolve_block_ids(name)[0]
                 self._queue_store(tracked, request.num_prompt_tokens, blocks)
                 tracked.prompt_queued = True
@@ -322,6 +324,9 @@ class SchedulerConnector:
         if request.status.name in _VALID_FINISHES:
             # The last token was sampled, but its keys and values were not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
+            if tracked.began_at and not tracked.num_prefill_tokens:  # it was aborted during its prefill
+                tracked.num_prefill_tokens = computed - tracked.computed_from
+            tracked.measure_prefill(self._prefill_rate)
             self._queue_store(tracked, computed, blocks)
         if not tracked.num_queued_tokens:
             return False
@@ -363,7 +368,8 @@ class SchedulerConnector:
                 tracked.salt,
                 list(blocks[: tokens // self._block]),
                 known,
-                max(0, request.num_prompt_tokens - tracked.computed_from),
+                tracked.token_seconds,
+                tracked.num_prefill_tokens,
                 tracked.began_at,
                 tracked.hints,
             )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
+from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 
 
@@ -23,6 +25,12 @@ class TrackedRequest:
     known: tuple[tuple[int, bytes], ...] = ()  # for each rank, length and hash of the stored prefix
     prompt_queued: bool = False
     num_queued_tokens: int = 0  # tokens in store jobs
-    began_at: float = 0.0
-    computed_from: int = 0
-    timed: bool = False
+    began_at: float = 0.0  # monotonic time of the first step; 0 before it
+    computed_from: int = 0  # tokens that were cached at the first step
+    num_prefill_tokens: int = 0  # tokens that the prefill computes; 0 before the prompt's last step
+    token_seconds: float | None = None  # prefill time per token, measured once; 0 if unknown
+
+    def measure_prefill(self, rate: PrefillRate) -> None:
+        """Measure the prefill time per token and record it in ``rate``, unless it was measured before."""
+        if self.token_seconds is None:
+            self.token_seconds = rate.record(self.num_prefill_tokens, time.monotonic() - self.began_at)
