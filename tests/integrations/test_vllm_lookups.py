@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.integrations.vllm import pending_lookup, scheduler_connector
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
+from kvsidecar.kv_transfer.session import Session
 
 from benchmarks.node import Node
 from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Vllm, start, until_no_lease
@@ -64,6 +66,30 @@ def test_the_hints_of_a_request_reach_its_chunks() -> None:
         again = Request("b", PROMPT, kv_hints=SimpleNamespace(actions=actions))
         assert one.matched(again) == (WHOLE, True)
         assert node.cache_stats().retained_bytes - before == 4 * retained
+
+
+def test_a_load_has_the_hints_of_its_request(node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Match without them is a use of normal priority, and raises the priority of the chunks."""
+    one, matches, match = start(engines, node, "low"), [], Session.match
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+
+    def recorded(session: Session, request: pb.MatchRequest, timeout: float) -> Any:
+        matches.append((request.low_priority, [kept.retain_seconds for kept in request.retained]))
+        return match(session, request, timeout)
+
+    monkeypatch.setattr(Session, "match", recorded)
+    for name, directives, expected in (
+        ("b", [{"priority": 0}], (True, [])),
+        ("c", [{"priority": 50, "duration": 600}], (False, [600])),
+    ):
+        retain = SimpleNamespace(action_type="kv.retain", action_version="1.0", payload={"directives": directives})
+        request = Request(name, PROMPT, kv_hints=SimpleNamespace(actions=[retain]))
+        assert one.matched(request) == (WHOLE, True)
+        one.allocated(request, [4, 3, 2, 1], WHOLE)
+        one.step()
+        one.wait(set(), {name})
+        assert matches == [expected] * 2, "the lookup's and the load's"
+        matches.clear()
 
 
 def test_a_lookup_that_fails_finds_nothing(

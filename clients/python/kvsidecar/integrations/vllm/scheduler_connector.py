@@ -277,6 +277,7 @@ class SchedulerConnector:
                 list(blocks.get_block_ids()[0][: end // self._block]),
                 tracked.local_tokens,
                 self._prefill_rate.seconds_per_token,
+                tracked.hints,
             )
         )
 

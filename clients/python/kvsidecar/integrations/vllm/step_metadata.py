@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+from kvsidecar.kv_transfer.cache_hints import CacheHints
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class LoadJob:
     salt: bytes
     blocks: list[int]
     first: int
-    token_seconds: float = 0.0
+    token_seconds: float
+    hints: CacheHints
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StoreJob:
     token_seconds: float | None
     computed: int
     began: float
-    hints: CacheHints = NO_HINTS
+    hints: CacheHints
 
 
 @dataclass(frozen=True)

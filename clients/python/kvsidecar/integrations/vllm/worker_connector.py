@@ -184,7 +184,7 @@ class WorkerConnector:
         with self._guard("loading") as session:
             if session is not None:
                 there, size_bytes = self._reader.load(
-                    session, job.tokens, job.salt, slots, job.first, leased=True, after=event
+                    session, job.tokens, job.salt, slots, job.first, leased=True, after=event, hints=job.hints
                 )
         failed, loaded = there < len(job.tokens), there - job.first
         self.stats.add(
