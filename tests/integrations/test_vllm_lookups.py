@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,6 +167,28 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     clock = 180.0
     one.scheduler.build_connector_meta(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
     assert node.cache_stats().leases == 1, "what is loading is kept"
+
+
+def test_an_excluded_prompt_that_waits_for_blocks_is_looked_up_again_only_after_a_while(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks in each step; the daemon counts the miss once, and later chunks are found."""
+    one, clock, real = start(engines, node, "excluded"), 0.0, time.monotonic
+    for module in (scheduler_connector, pending_lookup):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: real() + clock))
+    misses = SimpleQueue[Any]()
+    monkeypatch.setattr(PrefixLookup, "count_miss", lambda *arguments: misses.put(arguments))
+    waiting = Request("a", PROMPT)
+    for _ in range(3):
+        assert one.matched(waiting) == (0, False)
+        one.step()
+    assert one.scheduler.take_stats()["lookups.skipped"] == 1
+    misses.get(timeout=10)
+    assert misses.empty()
+    one.compute(Request("b", PROMPT), [0, 1, 2, 3, 4])
+    clock = 60.0
+    one.step()
+    assert one.matched(waiting) == (WHOLE, True)
 
 
 def test_an_adapter_that_cannot_be_identified_is_said_once(

@@ -184,7 +184,11 @@ class SchedulerConnector:
         )
 
     def _look_up(self, tracked: TrackedRequest) -> PendingLookup | None:
-        """Start a lookup for all ranks on a thread. Return None if the daemon cannot have a chunk of the prompt."""
+        """Start a lookup for all ranks on a thread. Return None if the request is not cached.
+
+        If the daemon cannot have a chunk of the prompt, the returned lookup has already found nothing. As with any
+        lookup, a request that waits for blocks keeps it for ``_MAX_LEASE_SECONDS``.
+        """
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
         if salt is None or most < self._block or not self._ranks or not self._loads:
@@ -193,7 +197,7 @@ class SchedulerConnector:
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
                 self.stats.count_lookup("detached")
-                return None
+                return PendingLookup.without_match()
             # With a remote tier, the daemon must be asked: its index summary does not cover chunks from other nodes.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
@@ -203,7 +207,7 @@ class SchedulerConnector:
                 self._threads.submit(
                     rank.lookup.count_miss, session, rank.connection.namespace, tokens, salt, tracked.local_tokens
                 )
-                return None
+                return PendingLookup.without_match()
         return PendingLookup(self._threads.submit(self._match, tokens, salt, tracked.hints, tracked.local_tokens))
 
     def _sessions(self) -> list[Session | None]:
