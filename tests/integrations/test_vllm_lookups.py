@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -189,6 +190,34 @@ def test_an_excluded_prompt_that_waits_for_blocks_is_looked_up_again_only_after_
     clock = 60.0
     one.step()
     assert one.matched(waiting) == (WHOLE, True)
+
+
+def test_an_adapters_files_are_read_while_the_scheduler_continues(
+    node: Node, engines: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
+    one, go, digest = start(engines, node, "reads"), threading.Event(), hashlib.file_digest
+
+    def late(*arguments: Any) -> Any:
+        assert go.wait(10)
+        return digest(*arguments)
+
+    monkeypatch.setattr(hashlib, "file_digest", late)
+    first = Request("a", PROMPT, lora_request=lora)
+    try:
+        for _ in range(2):
+            assert one.scheduler.get_num_new_matched_tokens(first, 0) == (None, False)
+        assert one.matched(Request("b", PROMPT)) == (0, False), "others do not wait"
+        unread = Request("c", PROMPT, lora_request=lora)
+        one.allocated(unread, [0, 1, 2, 3, 4], 0)  # vLLM does so if the request may not read caches
+        assert not one.step({"c": (unread, len(PROMPT), [0, 1, 2, 3, 4])}).stores
+    finally:
+        go.set()
+    assert one.matched(first) == (0, False)
+    one.compute(first, [0, 1, 2, 3, 4])
+    assert one.matched(Request("d", PROMPT, lora_request=lora)) == (WHOLE, True)
+    assert one.matched(Request("e", PROMPT)) == (0, False)
 
 
 def test_an_adapter_that_cannot_be_identified_is_said_once(

@@ -119,15 +119,19 @@ class SchedulerConnector:
                 self._release_lookup(tracked)
 
     def close(self) -> None:
+        self._adapters.close()
         self._threads.shutdown(cancel_futures=True)
         for rank in self._ranks:
             rank.connection.close()
 
     # ---- lookups --------------------------------------------------------------------------------------------
 
-    def tracked_request(self, request: Any) -> TrackedRequest:
+    def tracked_request(self, request: Any) -> TrackedRequest | None:
+        """Return the state of a request, or None while its adapter is not identified."""
         found = self._requests.get(request.request_id)
         if found is None:
+            if request.lora_request is not None and self._adapters.is_pending(request.lora_request):
+                return None
             try:
                 salt = generation_salt(self._generation, request_salt(request, self._adapters))
             except UnknownAdapter as error:
@@ -144,6 +148,8 @@ class SchedulerConnector:
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return the number of loadable tokens after ``local_tokens`` (None: ask again), and if the load is async."""
         tracked = self.tracked_request(request)
+        if tracked is None:
+            return None, False
         tracked.local_tokens = local_tokens
         if tracked.loaded or tracked.num_loading_tokens:
             return 0, False
@@ -266,6 +272,8 @@ class SchedulerConnector:
         After the load, vLLM calls this method again with ``external_tokens`` 0.
         """
         tracked = self.tracked_request(request)
+        if tracked is None:
+            return
         if not external_tokens:
             if not tracked.num_loading_tokens:
                 self._release_lookup(tracked)
