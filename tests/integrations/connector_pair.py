@@ -49,14 +49,14 @@ class Request:
     prompt_embeds: Any = None
     status: Status = Status.RUNNING
     kv_hints: Any = None
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens
 
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_tokens
 
     def is_finished(self) -> bool:
         return self.status is not Status.RUNNING

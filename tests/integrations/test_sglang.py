@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import time
 from collections.abc import Iterator
@@ -214,6 +215,7 @@ def model(tmp_path: Path) -> str:
 def loaded(node: Node, model: str, pool: MHATokenToKVPoolHost | None = None, **changes: Any) -> Any:
     """The backend as SGLang makes it from its flags."""
     import_sglang()
+    from sglang.srt import runtime_context
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -222,9 +224,14 @@ def loaded(node: Node, model: str, pool: MHATokenToKVPoolHost | None = None, **c
         "interface_v1": 1, "kvsidecar": {"socket": str(node.cache_socket), "timeout_ms": 5000},
     }  # fmt: skip
     extra |= changes.pop("extra", {})
+    flags = {"model_path": model, "revision": None, "download_dir": None} | changes.pop("flags", {})
+    published = runtime_context._ConfigBag("model")
+    for name, value in flags.items():
+        published._set(name, value)
+    runtime_context.get_context()._config_bags = {"model": published}  # SGLang's scheduler does so when it starts
     config = HiCacheStorageConfig(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-        enable_storage_metrics=False, is_page_first_layout=True, model_name=model, extra_config=extra,
+        enable_storage_metrics=False, is_page_first_layout=True, model_name="served", extra_config=extra,
     )  # fmt: skip
     backend = StorageBackendFactory.create_backend("dynamic", replace(config, **changes), pool)
     if pool is not None:
@@ -269,12 +276,48 @@ def test_sglang_loads_it_by_its_flag_and_its_pages_come_back(node: Node, model: 
         ({"is_mla_model": True}, "MLA"),
         ({"pp_size": 2}, "pp_size is 2"),
         ({"should_split_heads": True}, "splits heads"),
-        ({"model_name": "no such model"}, "cannot tell what the weights of no such model are"),
+        ({"flags": {"model_path": "no such model"}}, "cannot tell what the weights of no such model are"),
     ],
 )
 def test_what_is_not_kept_ends_sglangs_start(node: Node, model: str, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
         loaded(node, model, **changes)
+
+
+@pytest.mark.sglang
+def test_only_the_same_revision_of_a_repository_shares_pages(node: Node, tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    for revision, weight in (("a" * 40, 1.0), ("b" * 40, 2.0)):
+        snapshot = repository / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        save_file({"w": torch.full((4,), weight)}, snapshot / "model.safetensors")
+        (snapshot / "config.json").write_text(json.dumps({"architectures": ["X"]}))
+    first, second, again = (
+        loaded(
+            node, "org/name", MHATokenToKVPoolHost("page_first"),
+            flags={"revision": revision * 40, "download_dir": str(tmp_path)},
+        )
+        for revision in "aba"
+    )  # fmt: skip
+    for one in (first, second, again):
+        assert one._store._connection.wait(30)
+    assert all(first.batch_set_v1(NAMES[:1], slots(0)))
+    assert (second.batch_exists(NAMES), again.batch_exists(NAMES)) == (0, 1)
+    for one in (first, second, again):
+        one.close()
+
+
+@pytest.mark.sglang
+def test_an_sglang_that_hashes_only_tokens_is_refused(node: Node, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.5.20", "0.5.20.post1", "0.6.0rc1", "1.0"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        loaded(node, model).close()
+    for version in ("0.5.19", "0.5.9.post1", "0.4.10"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        with pytest.raises(ConfigurationError, match=f"SGLang is {version}; .* needs 0.5.20"):
+            loaded(node, model)
 
 
 @pytest.mark.sglang

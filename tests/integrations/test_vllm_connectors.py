@@ -20,9 +20,10 @@ from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS
 def goes_on(engine: Vllm, request: Request) -> bool:
     """Whether a lookup, once it is answered, lets the request go on."""
     engine.scheduler.get_num_new_matched_tokens(request, 0)
-    lookup = engine.scheduler.tracked_request(request).lookup
-    assert lookup is not None
-    lookup.answer.result(10)
+    tracked = engine.scheduler.tracked_request(request)
+    assert tracked is not None
+    assert tracked.lookup is not None
+    tracked.lookup.answer.result(10)
     return engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is not None
 
 

@@ -154,6 +154,34 @@ def test_statistics_become_prometheus_metrics() -> None:
     assert REGISTRY.get_sample_value("vllm:kvsidecar_attached", engine) == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM
+@pytest.mark.parametrize("all_layers", [False, True])
+def test_sliding_windows_work_beside_full_attention_and_are_refused_alone(all_layers: bool) -> None:
+    pytest.importorskip("vllm")
+    import torch
+    from kvsidecar.errors import ConfigurationError
+    from kvsidecar.integrations.vllm.config_check import check_config
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    windows = SlidingWindowSpec(**shape, sliding_window=64)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(),
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),  # as with our connector
+    )
+    layers = {"0": windows, "1": windows if all_layers else FullAttentionSpec(**shape)}
+    caches = SimpleNamespace(kv_cache_groups=get_kv_cache_groups(config, layers))
+    if all_layers:
+        with pytest.raises(ConfigurationError, match=r"m has 1 KV cache group\(s\) of SlidingWindowSpec; KVSidecar"):
+            check_config(config, caches)
+    else:
+        check_config(config, caches)
+
+
 # ---- vLLM's own kernels, without an engine --------------------------------------------------------------------
 
 

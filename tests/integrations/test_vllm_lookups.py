@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.integrations.vllm import pending_lookup, scheduler_connector
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
+from kvsidecar.kv_transfer.session import Session
 
 from benchmarks.node import Node
 from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Vllm, start, until_no_lease
@@ -64,6 +68,30 @@ def test_the_hints_of_a_request_reach_its_chunks() -> None:
         again = Request("b", PROMPT, kv_hints=SimpleNamespace(actions=actions))
         assert one.matched(again) == (WHOLE, True)
         assert node.cache_stats().retained_bytes - before == 4 * retained
+
+
+def test_a_load_has_the_hints_of_its_request(node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Match without them is a use of normal priority, and raises the priority of the chunks."""
+    one, matches, match = start(engines, node, "low"), [], Session.match
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+
+    def recorded(session: Session, request: pb.MatchRequest, timeout: float) -> Any:
+        matches.append((request.low_priority, [kept.retain_seconds for kept in request.retained]))
+        return match(session, request, timeout)
+
+    monkeypatch.setattr(Session, "match", recorded)
+    for name, directives, expected in (
+        ("b", [{"priority": 0}], (True, [])),
+        ("c", [{"priority": 50, "duration": 600}], (False, [600])),
+    ):
+        retain = SimpleNamespace(action_type="kv.retain", action_version="1.0", payload={"directives": directives})
+        request = Request(name, PROMPT, kv_hints=SimpleNamespace(actions=[retain]))
+        assert one.matched(request) == (WHOLE, True)
+        one.allocated(request, [4, 3, 2, 1], WHOLE)
+        one.step()
+        one.wait(set(), {name})
+        assert matches == [expected] * 2, "the lookup's and the load's"
+        matches.clear()
 
 
 def test_a_lookup_that_fails_finds_nothing(
@@ -140,6 +168,56 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     clock = 180.0
     one.scheduler.build_connector_meta(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
     assert node.cache_stats().leases == 1, "what is loading is kept"
+
+
+def test_an_excluded_prompt_that_waits_for_blocks_is_looked_up_again_only_after_a_while(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks in each step; the daemon counts the miss once, and later chunks are found."""
+    one, clock, real = start(engines, node, "excluded"), 0.0, time.monotonic
+    for module in (scheduler_connector, pending_lookup):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: real() + clock))
+    misses = SimpleQueue[Any]()
+    monkeypatch.setattr(PrefixLookup, "count_miss", lambda *arguments: misses.put(arguments))
+    waiting = Request("a", PROMPT)
+    for _ in range(3):
+        assert one.matched(waiting) == (0, False)
+        one.step()
+    assert one.scheduler.take_stats()["lookups.skipped"] == 1
+    misses.get(timeout=10)
+    assert misses.empty()
+    one.compute(Request("b", PROMPT), [0, 1, 2, 3, 4])
+    clock = 60.0
+    one.step()
+    assert one.matched(waiting) == (WHOLE, True)
+
+
+def test_an_adapters_files_are_read_while_the_scheduler_continues(
+    node: Node, engines: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
+    one, go, digest = start(engines, node, "reads"), threading.Event(), hashlib.file_digest
+
+    def late(*arguments: Any) -> Any:
+        assert go.wait(10)
+        return digest(*arguments)
+
+    monkeypatch.setattr(hashlib, "file_digest", late)
+    first = Request("a", PROMPT, lora_request=lora)
+    try:
+        for _ in range(2):
+            assert one.scheduler.get_num_new_matched_tokens(first, 0) == (None, False)
+        assert one.matched(Request("b", PROMPT)) == (0, False), "others do not wait"
+        unread = Request("c", PROMPT, lora_request=lora)
+        one.allocated(unread, [0, 1, 2, 3, 4], 0)  # vLLM does so if the request may not read caches
+        assert not one.step({"c": (unread, len(PROMPT), [0, 1, 2, 3, 4])}).stores
+    finally:
+        go.set()
+    assert one.matched(first) == (0, False)
+    one.compute(first, [0, 1, 2, 3, 4])
+    assert one.matched(Request("d", PROMPT, lora_request=lora)) == (WHOLE, True)
+    assert one.matched(Request("e", PROMPT)) == (0, False)
 
 
 def test_an_adapter_that_cannot_be_identified_is_said_once(

@@ -11,6 +11,7 @@ from kvkernels.paged_gather import Integers
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, header_of
 from kvsidecar.kv_transfer.session import CompletedLoad, Session
 
@@ -39,6 +40,7 @@ class ChunkReader:
         *,
         leased: bool = False,
         after: Any = None,
+        hints: CacheHints = NO_HINTS,
     ) -> LoadedPrefix:
         """Copy the stored part of ``tokens[first:]`` to ``slots [len(tokens)]``.
 
@@ -49,7 +51,7 @@ class ChunkReader:
         After an error, the blocks' contents are undefined.
         """
         began, load = time.perf_counter(), None
-        found = self._lookup.match(session, tokens, salt, leased=leased)
+        found = self._lookup.match(session, tokens, salt, leased=leased, hints=hints)
         try:
             at, size_bytes, wanted = 0, 0, list[tuple[pb.ChunkMatch, Integers]]()
             for match in found.matches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from kvsidecar.models import weights_fingerprint
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
+# The first SGLang version whose page hashes cover a request's LoRA adapter and salts (sgl-project/sglang#38577). Older
+# versions hash only the tokens, and pass the storage nothing else about a request.
+_MIN_VERSION = (0, 5, 20)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class StorageSettings(engine_options.DaemonOptions):
     timeout_ms: int = 500
     """Timeout of a call that transfers no payload."""
     model: str = ""
-    """The model's folder or repository; needed if the served model name is neither."""
+    """The weights' folder or repository; needed if SGLang's ``--model-path`` is neither."""
     numerics: str = ""
     """Any text that describes settings outside of the model's files, such as ``--quantization``. Only engines with the
     same text share chunks."""
@@ -60,7 +64,10 @@ class KVSidecarStorage(HiCacheStorage):
             StorageSettings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"'
         )
         _check(storage_config, given)
-        self._folder = weights_dir_of(self._settings.model or storage_config.model_name or "")
+        from sglang.srt.runtime_context import get_model  # versions that _check refuses may not have it
+
+        model = get_model()
+        self._folder = weights_dir_of(self._settings.model or model.model_path, model.download_dir, model.revision)
         self._store: PageStore | None = None
         self._hints = PageHints(1)
 
@@ -160,7 +167,13 @@ def descriptor(
 
 
 def _check(config: Any, given: dict[str, Any]) -> None:
-    """Raise ConfigurationError, which names the setting, for an unsupported setting."""
+    """Raise ConfigurationError, which names the setting, for an unsupported version or setting."""
+    version = importlib.metadata.version("sglang")
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < _MIN_VERSION:
+        needed = ".".join(map(str, _MIN_VERSION))
+        raise ConfigurationError(
+            f"SGLang is {version}; to keep LoRA adapters and cache salts apart, KVSidecar needs {needed} or newer"
+        )
     if not given.get("interface_v1"):
         raise ConfigurationError(_V1)
     if config.is_mla_model:

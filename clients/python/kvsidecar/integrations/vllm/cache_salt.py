@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,49 @@ class AdapterDigests:
     """Digests of one engine's LoRA adapters.
 
     vLLM loads an adapter once for each ``lora_int_id`` and keeps its weights in memory even if the files change. So an
-    adapter whose files have changed can no longer be identified.
+    adapter whose files have changed can no longer be identified. A thread reads the files, which may take seconds.
     """
 
     def __init__(self) -> None:
         self._loaded: dict[int, _Stamps] = {}
+        self._digests: dict[_Stamps, Future[bytes]] = {}
+        self._thread = ThreadPoolExecutor(1, "kvsidecar-adapters")
+
+    def is_pending(self, lora: Any) -> bool:
+        """Return whether ``digest_of`` would wait for the thread, which then reads the adapter's files."""
+        try:
+            return not self._digest(self._checked_stamps(lora)).done()
+        except UnknownAdapter:
+            return False
 
     def digest_of(self, lora: Any) -> bytes:
         """Return a digest of the weights of a ``LoRARequest``. Raises UnknownAdapter."""
+        stamps = self._checked_stamps(lora)
+        try:
+            return self._digest(stamps).result()
+        except OSError as error:
+            del self._digests[stamps]  # the next request tries again
+            raise _unreadable(lora, error) from error
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _checked_stamps(self, lora: Any) -> _Stamps:
         try:
             stamps = _stamps(Path(lora.lora_path).expanduser())
-            if not any(file.suffix != ".json" for file, _, _ in stamps):
-                raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
-            if self._loaded.setdefault(lora.lora_int_id, stamps) != stamps:
-                raise UnknownAdapter(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
-            return _contents(stamps)
         except (OSError, RuntimeError) as error:  # expanduser raises RuntimeError without a home directory
-            raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from error
+            raise _unreadable(lora, error) from error
+        if not any(file.suffix != ".json" for file, _, _ in stamps):
+            raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
+        if self._loaded.setdefault(lora.lora_int_id, stamps) != stamps:
+            raise UnknownAdapter(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
+        return stamps
+
+    def _digest(self, stamps: _Stamps) -> Future[bytes]:
+        found = self._digests.get(stamps)
+        if found is None:
+            found = self._digests[stamps] = self._thread.submit(_contents, stamps)
+        return found
 
 
 def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
@@ -78,14 +104,17 @@ def cacheable_tokens(request: Any) -> int:
     return int(min((one.mm_position.offset for one in inputs), default=request.num_tokens))
 
 
+def _unreadable(lora: Any, error: Exception) -> UnknownAdapter:
+    return UnknownAdapter(f"the LoRA adapter {lora.lora_name} cannot be read: {error}")
+
+
 def _stamps(folder: Path) -> _Stamps:
     files = sorted(f for f in folder.glob("*") if f.suffix in (".safetensors", ".json", ".bin", ".pt"))
     return tuple((f, s.st_mtime_ns, s.st_size) for f in files if (s := f.stat()))
 
 
-@lru_cache(maxsize=256)
 def _contents(stamps: _Stamps) -> bytes:
-    """Return the SHA-256 of files. The result is cached until a file changes."""
+    """Return the SHA-256 of files."""
     digest = hashlib.sha256()
     for file, _, size in stamps:
         digest.update(file.name.encode() + b"\0" + size.to_bytes(8, "little"))

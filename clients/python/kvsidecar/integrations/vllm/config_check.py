@@ -21,7 +21,7 @@ def check_config(config: Any, caches: Any) -> None:
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     if len(groups) != 1 or kinds != [FullAttentionSpec.__name__]:
         raise ConfigurationError(
-            f"{config.model_config.model} has a hybrid KV cache of {len(groups)} groups ({', '.join(kinds)}); "
+            f"{config.model_config.model} has {len(groups)} KV cache group(s) of {', '.join(kinds)}; "
             f"KVSidecar keeps models with one group of {FullAttentionSpec.__name__}"
         )
     spec = groups[0].kv_cache_spec

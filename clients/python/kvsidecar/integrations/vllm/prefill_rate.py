@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.1
 # For fewer tokens, the measured time is mostly the fixed cost of a step, so it says little about the cost per token.
-_MIN_TOKENS = 32
+MIN_PREFILL_TOKENS = 32
 _MAX_SECONDS = 60.0
 
 
@@ -18,12 +18,15 @@ class PrefillRate:
         self.seconds_per_token = 0.0
         """Prefill time of a token; 0 while unknown."""
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """Record a prompt of which ``tokens`` were computed in ``seconds``."""
-        if tokens >= _MIN_TOKENS:
-            spent = min(_MAX_SECONDS, seconds / tokens)
-            self.seconds_per_token = (
-                spent
-                if not self.seconds_per_token
-                else self.seconds_per_token + _WEIGHT * (spent - self.seconds_per_token)
-            )
+    def record(self, tokens: int, seconds: float) -> float:
+        """Record a prompt of which ``tokens`` were computed in ``seconds``; return its prefill time per token.
+
+        If the tokens are too few to measure, it returns the mean of earlier prompts.
+        """
+        if tokens < MIN_PREFILL_TOKENS:
+            return self.seconds_per_token
+        spent = min(_MAX_SECONDS, seconds / tokens)
+        self.seconds_per_token = (
+            spent if not self.seconds_per_token else self.seconds_per_token + _WEIGHT * (spent - self.seconds_per_token)
+        )
+        return spent

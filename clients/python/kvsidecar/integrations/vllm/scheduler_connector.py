@@ -22,12 +22,13 @@ from kvsidecar.integrations.vllm.cache_salt import (
 )
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
 from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
-from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
+from kvsidecar.integrations.vllm.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.tracked_request import TrackedRequest
 from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
 from kvsidecar.kv_hints import read_kv_hints
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
-from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+from kvsidecar.kv_transfer.cache_hints import CacheHints
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
@@ -55,25 +56,6 @@ class _RankLookup:
     lookup: PrefixLookup
 
 
-@dataclass
-class _TrackedRequest:
-    """The connector's state of a request. ``salt`` is None if the request is not cached."""
-
-    request: Any
-    salt: bytes | None
-    hints: CacheHints = NO_HINTS
-    lookup: PendingLookup | None = None
-    local_tokens: int = 0  # tokens that vLLM's own cache had at the lookup
-    num_loading_tokens: int = 0  # end of the running load in tokens; 0 if no load runs
-    loaded: bool = False  # no load again before a preemption
-    known: tuple[tuple[int, bytes], ...] = ()  # for each rank, length and hash of the stored prefix
-    prompt_queued: bool = False
-    num_queued_tokens: int = 0  # tokens in store jobs
-    began_at: float = 0.0
-    computed_from: int = 0
-    timed: bool = False
-
-
 class SchedulerConnector:
     """Scheduler-side connector. It blocks the scheduler's loop for at most a few milliseconds per step."""
 
@@ -97,7 +79,7 @@ class SchedulerConnector:
         self._max_retained_blocks = int(blocks * _MAX_RETAINED_SHARE)
         self._retained_blocks: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_RankLookup] = []
-        self._requests: dict[str, _TrackedRequest] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._step, self._prefill_rate = StepJobs(), PrefillRate()
         self._generation = b""
         self._adapters, self._warned_adapters = AdapterDigests(), set[str]()
@@ -137,15 +119,19 @@ class SchedulerConnector:
                 self._release_lookup(tracked)
 
     def close(self) -> None:
+        self._adapters.close()
         self._threads.shutdown(cancel_futures=True)
         for rank in self._ranks:
             rank.connection.close()
 
     # ---- lookups --------------------------------------------------------------------------------------------
 
-    def tracked_request(self, request: Any) -> _TrackedRequest:
+    def tracked_request(self, request: Any) -> TrackedRequest | None:
+        """Return the state of a request, or None while its adapter is not identified."""
         found = self._requests.get(request.request_id)
         if found is None:
+            if request.lora_request is not None and self._adapters.is_pending(request.lora_request):
+                return None
             try:
                 salt = generation_salt(self._generation, request_salt(request, self._adapters))
             except UnknownAdapter as error:
@@ -156,12 +142,14 @@ class SchedulerConnector:
             given = read_kv_hints(getattr(request, "kv_hints", None))  # engines before vLLM 0.33 have none
             self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
             hints = CacheHints.of_kv_hints(given)
-            found = self._requests[request.request_id] = _TrackedRequest(request, salt, hints)
+            found = self._requests[request.request_id] = TrackedRequest(request, salt, hints)
         return found
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return the number of loadable tokens after ``local_tokens`` (None: ask again), and if the load is async."""
         tracked = self.tracked_request(request)
+        if tracked is None:
+            return None, False
         tracked.local_tokens = local_tokens
         if tracked.loaded or tracked.num_loading_tokens:
             return 0, False
@@ -188,7 +176,7 @@ class SchedulerConnector:
             return 0, False
         return (None, False) if self._is_being_loaded(tracked, tokens) else (tokens, True)
 
-    def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
+    def _is_being_loaded(self, tracked: TrackedRequest, tokens: int) -> bool:
         """Return whether another request already loads at least half of these tokens.
 
         This request then waits until that load has ended, so that vLLM loads the blocks only once.
@@ -201,8 +189,12 @@ class SchedulerConnector:
             for other in self._requests.values()
         )
 
-    def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
-        """Start a lookup for all ranks on a thread. Return None if the daemon cannot have a chunk of the prompt."""
+    def _look_up(self, tracked: TrackedRequest) -> PendingLookup | None:
+        """Start a lookup for all ranks on a thread. Return None if the request is not cached.
+
+        If the daemon cannot have a chunk of the prompt, the returned lookup has already found nothing. As with any
+        lookup, a request that waits for blocks keeps it for ``_MAX_LEASE_SECONDS``.
+        """
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
         if salt is None or most < self._block or not self._ranks or not self._loads:
@@ -211,7 +203,7 @@ class SchedulerConnector:
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
                 self.stats.count_lookup("detached")
-                return None
+                return PendingLookup.without_match()
             # With a remote tier, the daemon must be asked: its index summary does not cover chunks from other nodes.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
@@ -221,7 +213,7 @@ class SchedulerConnector:
                 self._threads.submit(
                     rank.lookup.count_miss, session, rank.connection.namespace, tokens, salt, tracked.local_tokens
                 )
-                return None
+                return PendingLookup.without_match()
         return PendingLookup(self._threads.submit(self._match, tokens, salt, tracked.hints, tracked.local_tokens))
 
     def _sessions(self) -> list[Session | None]:
@@ -251,7 +243,7 @@ class SchedulerConnector:
         self.stats.count_lookup("hit" if all(one.tokens for one in found) else "miss")
         return tuple(found)
 
-    def _release_lookup(self, tracked: _TrackedRequest) -> None:
+    def _release_lookup(self, tracked: TrackedRequest) -> None:
         """Forget a request's lookup; release its leases, now or when the lookup completes."""
         lookup, tracked.lookup = tracked.lookup, None
         if lookup is not None:
@@ -280,11 +272,11 @@ class SchedulerConnector:
         After the load, vLLM calls this method again with ``external_tokens`` 0.
         """
         tracked = self.tracked_request(request)
+        if tracked is None:
+            return
         if not external_tokens:
             if not tracked.num_loading_tokens:
                 self._release_lookup(tracked)
-            if not tracked.began_at:
-                tracked.began_at, tracked.computed_from = time.monotonic(), request.num_computed_tokens
             return
         end = tracked.local_tokens + external_tokens
         assert tracked.salt is not None
@@ -297,6 +289,7 @@ class SchedulerConnector:
                 list(blocks.get_block_ids()[0][: end // self._block]),
                 tracked.local_tokens,
                 self._prefill_rate.seconds_per_token,
+                tracked.hints,
             )
         )
 
@@ -309,19 +302,23 @@ class SchedulerConnector:
             tracked = self._requests.get(name)
             if tracked is not None:
                 tracked.num_queued_tokens, tracked.prompt_queued = 0, False
-                tracked.loaded, tracked.began_at = False, 0.0
+                tracked.loaded, tracked.began_at, tracked.num_prefill_tokens = False, 0.0, 0
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(name)
             if tracked is None:
                 continue
             request = tracked.request
+            if not tracked.began_at:
+                tracked.began_at, tracked.computed_from = time.monotonic(), request.num_computed_tokens
             if tracked.prompt_queued:
-                if tracked.began_at and not tracked.timed:  # earlier steps computed its prompt
-                    tracked.timed = True
-                    computed = request.num_prompt_tokens - tracked.computed_from
-                    self._prefill_rate.record(computed, time.monotonic() - tracked.began_at)
+                if request.num_tokens > request.num_prompt_tokens:  # the prompt's last step has ended
+                    tracked.measure_prefill(self._prefill_rate)
                 continue
-            if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
+            end = request.num_computed_tokens + scheduled
+            if end >= request.num_prompt_tokens:
+                tracked.num_prefill_tokens = end - tracked.computed_from
+                if tracked.num_prefill_tokens < MIN_PREFILL_TOKENS:
+                    tracked.measure_prefill(self._prefill_rate)
                 blocks = output.kv_connector_block_state.resolve_block_ids(name)[0]
                 self._queue_store(tracked, request.num_prompt_tokens, blocks)
                 tracked.prompt_queued = True
@@ -340,6 +337,9 @@ class SchedulerConnector:
         if request.status.name in _VALID_FINISHES:
             # The last token was sampled, but its keys and values were not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
+            if tracked.began_at and not tracked.num_prefill_tokens:  # it was aborted during its prefill
+                tracked.num_prefill_tokens = computed - tracked.computed_from
+            tracked.measure_prefill(self._prefill_rate)
             self._queue_store(tracked, computed, blocks)
         if not tracked.num_queued_tokens:
             return False
@@ -364,7 +364,7 @@ class SchedulerConnector:
         self._step.stores[:] = [store for store in self._step.stores if store.request != name]
         self._step.dropped.add(name)
 
-    def _queue_store(self, tracked: _TrackedRequest, tokens: int, blocks: list[int]) -> None:
+    def _queue_store(self, tracked: TrackedRequest, tokens: int, blocks: list[int]) -> None:
         """Queue a store of the complete blocks of the first ``tokens``, unless all are stored or queued."""
         request = tracked.request
         tokens = min(tokens, cacheable_tokens(request)) // self._block * self._block
@@ -381,7 +381,8 @@ class SchedulerConnector:
                 tracked.salt,
                 list(blocks[: tokens // self._block]),
                 known,
-                max(0, request.num_prompt_tokens - tracked.computed_from),
+                tracked.token_seconds,
+                tracked.num_prefill_tokens,
                 tracked.began_at,
                 tracked.hints,
             )

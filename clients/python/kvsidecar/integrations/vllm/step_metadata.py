@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+from kvsidecar.kv_transfer.cache_hints import CacheHints
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class LoadJob:
     salt: bytes
     blocks: list[int]
     first: int
-    token_seconds: float = 0.0
+    token_seconds: float
+    hints: CacheHints
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class StoreJob:
     """A store of the keys and values of ``tokens``, which are in vLLM's ``blocks``.
 
     ``known`` has a pair for each rank: the number of tokens that are already stored, and the prefix hash of the last
-    stored chunk. ``computed`` is the number of tokens that the engine has computed since ``began`` (monotonic time).
+    stored chunk. ``token_seconds`` is the prefill time per token; 0 if unknown. If it is None, the job's step
+    ends the prefill of ``computed`` tokens, which began at ``began`` (monotonic time), and the worker measures it.
     """
 
     request: str
@@ -36,9 +38,10 @@ class StoreJob:
     salt: bytes
     blocks: list[int]
     known: tuple[tuple[int, bytes], ...]
-    computed: int = 0
-    began: float = 0.0
-    hints: CacheHints = NO_HINTS
+    token_seconds: float | None
+    computed: int
+    began: float
+    hints: CacheHints
 
 
 @dataclass(frozen=True)

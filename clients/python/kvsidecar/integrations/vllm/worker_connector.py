@@ -37,7 +37,8 @@ class _ActiveStore:
 
     def __init__(self, job: StoreJob, event: Any) -> None:
         self.job, self.event = job, event
-        self.token_seconds = (time.monotonic() - job.began) / job.computed if job.began and job.computed else 0.0
+        measured = job.token_seconds
+        self.token_seconds = (time.monotonic() - job.began) / job.computed if measured is None else measured
         self.cancelled = False
         self._reading = threading.Lock()
 
@@ -183,7 +184,7 @@ class WorkerConnector:
         with self._guard("loading") as session:
             if session is not None:
                 there, size_bytes = self._reader.load(
-                    session, job.tokens, job.salt, slots, job.first, leased=True, after=event
+                    session, job.tokens, job.salt, slots, job.first, leased=True, after=event, hints=job.hints
                 )
         failed, loaded = there < len(job.tokens), there - job.first
         self.stats.add(
