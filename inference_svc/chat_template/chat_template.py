@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,13 +12,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import PreTrainedTokenizerBase
 
-from inference_svc.chat_template.reasoning_splitter import (
-    BEGIN,
-    END,
-    ReasoningSplitter,
-    marks_reasoning,
-    opens_reasoning,
-)
+from inference_svc.chat_template.reasoning_splitter import BEGIN, END, marks_reasoning, opens_reasoning
 from inference_svc.chat_template.template_messages import (
     check_chat,
     messages_with_described_tools,
@@ -27,7 +22,7 @@ from inference_svc.chat_template.template_messages import (
     uses_tools,
 )
 from inference_svc.context_reuse.text_structure import special_tokens
-from inference_svc.sequence.detokenizer import CallMarkers
+from inference_svc.sequence.detokenizer import CallMarkers, ReasoningMarkers
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_format import (
@@ -115,10 +110,13 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
+    def grammar_state(
+        self, request: pb.GenerateRequest, reasoning: ReasoningMarkers | None = None
+    ) -> GrammarState | None:
         """Create the state of the grammar that limits the answer; None for free text.
 
         The grammar is the request's own, that of required tool calls, or that of optional calls with strict schemas.
+        ``reasoning`` has the result of ``reasoning_markers``.
         """
         use, grammar = request.tool_use, request.grammar
         tools, given = _allowed_tools(request), request.HasField("grammar")
@@ -133,7 +131,7 @@ class ChatTemplate:
                 )
             return self._required_calls(able, use.single or bool(use.name))
         if not given:
-            return self._optional_calls(tools, use.single) if _strict(request) else None
+            return self._optional_calls(tools, use.single, reasoning) if _strict(request) else None
         steering = self._grammars.compile(grammar)
         if tools and use.mode != pb.TOOL_MODE_NONE:
             return self._required_calls(tools, use.single).union(steering)
@@ -143,9 +141,11 @@ class ChatTemplate:
         special = self._grammars.special_token
         return self._compiled(tools, lambda: required_calls_grammar(self._dialect, tools, single, special))
 
-    def _optional_calls(self, tools: list[pb.Tool], single: bool) -> GrammarState:
+    def _optional_calls(self, tools: list[pb.Tool], single: bool, reasoning: ReasoningMarkers | None) -> GrammarState:
         special, specials = self._grammars.special_token, self._grammars.special_tokens()
-        return self._compiled(tools, lambda: optional_calls_grammar(self._dialect, tools, single, special, specials))
+        return self._compiled(
+            tools, lambda: optional_calls_grammar(self._dialect, tools, single, special, specials, reasoning)
+        )
 
     def _compiled(self, tools: list[pb.Tool], lark: Callable[[], str]) -> GrammarState:
         try:
@@ -168,20 +168,21 @@ class ChatTemplate:
         exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
-    def call_markers(self, request: pb.GenerateRequest) -> CallMarkers | None:
+    def call_markers(self, request: pb.GenerateRequest, reasoning: ReasoningMarkers | None) -> CallMarkers | None:
         """Return the markers of calls in the answer's text; None if the request allows no calls."""
-        return CALLS[self._dialect] if self.parser(request) is not None else None
+        return replace(CALLS[self._dialect], reasoning=reasoning) if self.parser(request) is not None else None
 
-    def reasoning_splitter(self, request: pb.GenerateRequest, prompt_end: str) -> ReasoningSplitter | None:
-        """Create a splitter for the answer to this prompt; None if the answer starts no reasoning.
+    def reasoning_markers(self, request: pb.GenerateRequest, prompt_end: str) -> ReasoningMarkers | None:
+        """Return the markers of the answer's reasoning; None if the answer starts no reasoning.
 
         A grammar that the answer follows from its first token allows no reasoning, even if the prompt has opened it.
         """
-        if request.HasField("grammar") or request.tool_use.mode == pb.TOOL_MODE_REQUIRED:
+        if request.HasField("grammar") or request.tool_use.mode == pb.TOOL_MODE_REQUIRED or not self._marks_reasoning:
             return None
-        begun = opens_reasoning(prompt_end)
+        if opens_reasoning(prompt_end):
+            return ReasoningMarkers("", END)
         fresh = request.prompt.chat.answer_start == pb.ANSWER_START_UNSPECIFIED
-        return ReasoningSplitter(begun) if self._marks_reasoning and (begun or fresh) else None
+        return ReasoningMarkers(BEGIN, END) if fresh else None
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
         """True if special tokens must be in the answer's text, because they mark calls or reasoning."""

@@ -38,14 +38,16 @@ class ReasoningSplitter:
     def __init__(self, begun: bool) -> None:
         self._place = _Place.REASONING if begun else _Place.START
         self._kept, self._wrote = "", False
+        self._start_tokens = 0
         self.tokens = 0
-        """Number of reasoning tokens so far, including the markers."""
+        """Number of reasoning tokens so far, including all tokens of the markers."""
 
     def split(self, text: str, num_tokens: int, last: bool) -> tuple[str, str]:
         """Return the new reasoning and the new text of the answer. With ``last``, no more text comes."""
         self._kept += text
         reasoning = ""
         if self._place is _Place.START:
+            self._start_tokens = num_tokens = self._start_tokens + num_tokens
             self._start(last)
         if self._place is _Place.REASONING:
             self.tokens += num_tokens

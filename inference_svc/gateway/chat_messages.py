@@ -28,10 +28,9 @@ _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-class TextPart(BodyModel):
-    """A text part of a message. A cache breakpoint in Anthropic's or OpenAI's format may mark its end."""
+class _Part(BodyModel):
+    """A part of a message. A cache breakpoint in Anthropic's or OpenAI's format may mark its end."""
 
-    type: Literal["text"]
     text: str
     cache_control: Any = None
     prompt_cache_breakpoint: Any = None
@@ -44,6 +43,19 @@ class TextPart(BodyModel):
         if isinstance(self.prompt_cache_breakpoint, dict):
             found.append(None)
         return found
+
+
+class TextPart(_Part):
+    """A text part."""
+
+    type: Literal["text"]
+
+
+class RefusalPart(_Part):
+    """A refusal in an assistant's message."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
 
 
 class CalledFunction(BodyModel):
@@ -75,14 +87,14 @@ def _no_typing_error(role: str) -> str:
 class Message(BodyModel):
     """A chat message.
 
-    The prompt leaves out ``refusal`` and ``annotations`` of an earlier answer; the chat template decides whether it
-    contains the answer's reasoning. Some clients add members that no API has. These members are dropped, with a note
-    in the log.
+    A refusal is the text of an assistant's message without content. The prompt leaves out ``annotations`` of an earlier
+    answer; the chat template decides whether it contains the answer's reasoning. Some clients add members that no API
+    has. These members are dropped, with a note in the log.
     """
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_typing_error)]
     """The chat template decides whether it accepts a role that OpenAI does not have."""
-    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
+    content: str | Annotated[list[TextPart | RefusalPart], FIRST_ERROR] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     tool_call_id: str | None = None
@@ -108,7 +120,8 @@ class Message(BodyModel):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        content = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        return content or (self.refusal or "" if self.role == "assistant" else "")
 
     def to_grpc(self, place: int) -> pb.ChatMessage:
         """Convert the message; ``place`` is its index. Raises InvalidRequest for a message without content."""
@@ -144,6 +157,7 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
     """Check only the number of messages and the types of their parts.
 
     Raises InvalidRequest for too many messages, and UnsupportedOption for a part that is not text, such as an image.
+    Only an assistant's message may have a refusal.
     """
     if not isinstance(messages, list):
         return messages
@@ -152,7 +166,8 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
         content = message.get("content") if isinstance(message, dict) and message.get("type") != "reasoning" else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in _TEXTS:
+            is_refusal = kind == "refusal" and message.get("role") == "assistant"
+            if isinstance(kind, str) and kind not in _TEXTS and not is_refusal:
                 where = f"{info.field_name}.{i}.content.{j}"
                 raise UnsupportedOption(
                     f"{where} is of the type {kind[:40]!r}; the models of this server read text alone", param=where

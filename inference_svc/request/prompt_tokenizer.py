@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.chat_template.template_messages import prompt_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.context_reuse.text_structure import special_tokens
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request.sampled_calls import SampledCalls
 from inference_svc.request.token_bytes import REPLACEMENT, token_bytes
@@ -236,7 +237,7 @@ class PromptTokenizer:
         A special token that the tokenizer added before the text has the offset of the text.
         """
         detokenizer = IncrementalDetokenizer(self._tokenizer, (), frozenset(), shows_special=True)
-        special, offsets, begun = set(self._tokenizer.all_special_ids), list[int](), False
+        special, offsets, begun = special_tokens(self._tokenizer), list[int](), False
         for token in tokens:
             begun = begun or token not in special or text.startswith(self.text([token]))
             detokenizer.push(token, has_text=begun)

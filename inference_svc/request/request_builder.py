@@ -19,7 +19,7 @@ from inference_svc.request.breakpoint_finder import BreakpointFinder
 from inference_svc.request.prompt_tokenizer import PromptTokenizer
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.context_limits import ContextLimits
-from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer, ReasoningMarkers
 from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
@@ -46,6 +46,14 @@ class RequestDefaults:
     speculate: str = "off"
     has_draft_model: bool = False
     reuse_anywhere: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizedRequest:
+    """A checked request without its grammar; ``sequence`` builds its sequence from the grammar's state."""
+
+    sequence: Callable[[GrammarState | None], Sequence]
+    reasoning: ReasoningMarkers | None
 
 
 class RequestBuilder:
@@ -84,19 +92,17 @@ class RequestBuilder:
 
     def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """Build a sequence to submit. Raises UnknownModel, PromptTooLong, InvalidRequest."""
-        return self.tokenize(request, sink, arrived)(self.grammar_state(request))
+        tokenized = self.tokenize(request, sink, arrived)
+        return tokenized.sequence(self.grammar_state(request, tokenized))
 
-    def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
+    def grammar_state(self, request: pb.GenerateRequest, tokenized: TokenizedRequest) -> GrammarState | None:
         """Compile the request's grammar, which may take seconds; None without a grammar. Raises InvalidRequest."""
-        return self.chat_template.grammar_state(request)
+        return self.chat_template.grammar_state(request, tokenized.reasoning)
 
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
-    ) -> Callable[[GrammarState | None], Sequence]:
-        """Tokenize and check a request; return a function that builds the sequence from its grammar state.
-
-        Raises UnknownModel, PromptTooLong, InvalidRequest.
-        """
+    ) -> TokenizedRequest:
+        """Tokenize and check a request. Raises UnknownModel, PromptTooLong, InvalidRequest."""
         adapter = self.adapter(request.model)
         most = self._max_prompt_tokens(request)
         side = request.truncation
@@ -118,6 +124,7 @@ class RequestBuilder:
         stops = own_stops if request.ignore_eos else ends | own_stops
         params = self.sampling(request.sampling, request.min_tokens)
         params.check(self._vocabulary)
+        reasoning = self._reasoning_markers(request, tokens)
         shown = request.show_special_tokens
         text = IncrementalDetokenizer(
             self._loaded.tokenizer,
@@ -126,7 +133,7 @@ class RequestBuilder:
             shown or self.chat_template.shows_special(request),
             request.include_stop,
             request.min_tokens,
-            self.chat_template.call_markers(request) if strings else None,
+            self.chat_template.call_markers(request, reasoning) if strings else None,
             tokens[-_CONTEXT_TOKENS:] if _continues_text(request.prompt) else (),
         )
         retained = self.breakpoints.retained(request.prompt, request.cache, len(tokens))
@@ -151,7 +158,7 @@ class RequestBuilder:
             explain_across_tenants=request.explain and request.explain_across_tenants,
             arrived_at=arrived,
         )
-        return lambda grammar: Sequence(parameters, tokens, text, sink, grammar)
+        return TokenizedRequest(lambda grammar: Sequence(parameters, tokens, text, sink, grammar), reasoning)
 
     def adapter(self, name: str) -> LoraAdapter | None:
         """Return the adapter of this name; None for the model itself. Raises UnknownModel."""
@@ -192,10 +199,13 @@ class RequestBuilder:
 
     def reasoning_splitter(self, request: pb.GenerateRequest, sequence: Sequence) -> ReasoningSplitter | None:
         """Return a splitter of reasoning and answer for a chat; None if there is no reasoning."""
+        reasoning = self._reasoning_markers(request, sequence.tokens[: sequence.request.num_prompt_tokens])
+        return ReasoningSplitter(begun=not reasoning.begin) if reasoning is not None else None
+
+    def _reasoning_markers(self, request: pb.GenerateRequest, prompt: list[int]) -> ReasoningMarkers | None:
         if not request.prompt.HasField("chat"):
             return None
-        prompt = sequence.tokens[: sequence.request.num_prompt_tokens]
-        return self.chat_template.reasoning_splitter(request, self.tokenizer.text(prompt[-_TAIL_TOKENS:]))
+        return self.chat_template.reasoning_markers(request, self.tokenizer.text(prompt[-_TAIL_TOKENS:]))
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """Build a request's sampling parameters; unset fields get the model's defaults (generation_config.json)."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,17 +16,26 @@ _INCOMPLETE = "�"
 _MAX_INCOMPLETE_TOKENS = 8
 
 
+class ReasoningMarkers(NamedTuple):
+    """Texts around the reasoning that precedes an answer; ``begin`` is empty if the prompt has it."""
+
+    begin: str
+    end: str
+
+
 @dataclass(frozen=True)
 class CallMarkers:
     """Texts that begin and end tool calls, within which stop strings have no effect.
 
     ``start`` has the openings that begin a call only at the start of an answer. White space before and within them is
-    ignored. A call without an end marker lasts to the end of the answer.
+    ignored. A call without an end marker lasts to the end of the answer. ``reasoning`` precedes the answer and has no
+    calls.
     """
 
     openings: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     start: tuple[str, ...] = ()
+    reasoning: ReasoningMarkers | None = None
 
 
 class IncrementalDetokenizer:
@@ -72,6 +82,11 @@ class IncrementalDetokenizer:
         self._calls, self._in_call = calls if stop else None, False
         # It is decided whether the answer begins with a call; or the held text may still become the start of a call.
         self._begun = self._undecided = False
+        reasoning = calls.reasoning if calls is not None else None
+        self._reasoning_start: tuple[str, ...] = () if reasoning is None else (reasoning.begin,)
+        self._reasoning_end: tuple[str, ...] = () if reasoning is None else (reasoning.end,)
+        self._in_reasoning = False
+        self._answer_from = 0  # index in the held text at which the answer begins, behind the reasoning
         self.stopped_by = ""
 
     @property
@@ -130,7 +145,8 @@ class IncrementalDetokenizer:
             start, end = found
             self.stopped_by = self._held[start:end]
             return calls + self._held[: end if self._keeps_stop else start]
-        markers = self._calls.openings if self._calls is not None else ()
+        openings = self._calls.openings if self._calls is not None else ()
+        markers = self._reasoning_end if self._in_reasoning else openings
         return calls + self._take_all_but_beginning_of(self._stop, markers)
 
     def _first_stop(self) -> tuple[int, int] | None:
@@ -154,12 +170,24 @@ class IncrementalDetokenizer:
             out += self._take(taken)
 
     def _first_opening(self, calls: CallMarkers) -> tuple[int, int] | None:
-        beginning = "" if self._begun else "".join(self._held.split())
-        started = beginning.startswith(calls.start)
-        # The start of a call may arrive in parts.
-        self._undecided = bool(beginning) and not started and any(one.startswith(beginning) for one in calls.start)
+        if self._beginning().startswith(self._reasoning_start):
+            self._reasoning_start, self._in_reasoning, self._undecided = (), True, False
+        if self._in_reasoning:
+            ended = _first(self._held, self._reasoning_end)
+            if ended is None:
+                return None
+            self._in_reasoning, self._answer_from = False, ended[1]
+        beginning = self._beginning()
+        started, starts = beginning.startswith(calls.start), calls.start + self._reasoning_start
+        # The start of a call or of the reasoning may arrive in parts.
+        self._undecided = bool(beginning) and not started and any(one.startswith(beginning) for one in starts)
         self._begun |= bool(beginning) and not self._undecided
-        return (0, len(self._held)) if started else _first(self._held, calls.openings)
+        answer_from = self._answer_from
+        return (answer_from, len(self._held)) if started else _first(self._held, calls.openings, answer_from)
+
+    def _beginning(self) -> str:
+        """Returns the held text of an answer whose start is not decided, without white space."""
+        return "" if self._begun else "".join(self._held[self._answer_from :].split())
 
     def _take_all_but_beginning_of(self, stops: tuple[str, ...], markers: tuple[str, ...]) -> str:
         """Takes the text, except an end that may be the beginning of a stop string or a marker."""
@@ -170,6 +198,7 @@ class IncrementalDetokenizer:
     def _take(self, length: int) -> str:
         out, self._held = self._held[:length], self._held[length:]
         self._unstopped_held = max(0, self._unstopped_held - length)
+        self._answer_from = max(0, self._answer_from - length)
         return out
 
 

@@ -34,6 +34,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.request.miss_place import add_place
 from inference_svc.request.miss_report import MissReporter
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
+from inference_svc.request.request_builder import TokenizedRequest
 from inference_svc.request.request_options import check_salt, check_session
 from inference_svc.request.response_fields import (
     add_usage,
@@ -192,19 +193,19 @@ class InferenceService(InferenceServiceServicer):
 
     async def _submit(self, request: pb.GenerateRequest, seen: ObservedRequest) -> tuple[Sequence, OutputQueue]:
         arrived, outputs = time.perf_counter(), OutputQueue(self._runtime.config.stream_interval)
-        made = await self._tokenize_beside(request, lambda: self._requests.tokenize(request, outputs.put, arrived))
-        sequence = made(await self._grammar_state(request))
-        tokenized, sequence.trace = time.perf_counter(), seen.span
-        sequence.timings.tokenize_ms = (tokenized - arrived) * 1e3
-        seen.span.phase("tokenize", arrived, tokenized)
+        tokenized = await self._tokenize_beside(request, lambda: self._requests.tokenize(request, outputs.put, arrived))
+        sequence = tokenized.sequence(await self._grammar_state(request, tokenized))
+        prepared, sequence.trace = time.perf_counter(), seen.span
+        sequence.timings.tokenize_ms = (prepared - arrived) * 1e3
+        seen.span.phase("tokenize", arrived, prepared)
         self._engine.submit(sequence)
         return sequence, outputs
 
-    async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
+    async def _grammar_state(self, request: pb.GenerateRequest, tokenized: TokenizedRequest) -> GrammarState | None:
         """Compile the request's grammar; on a thread if the request may have a grammar."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
-            return self._requests.grammar_state(request)
-        return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
+            return self._requests.grammar_state(request, tokenized)
+        return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request, tokenized)
 
     async def _tokenize_beside(self, request: Message, work: Callable[[], T]) -> T:
         """Run ``work`` on a tokenizer thread, because it may take long for a large request."""
@@ -289,7 +290,7 @@ class InferenceService(InferenceServiceServicer):
         return tokens, marks, self._requests.breakpoints.find(request.prompt, request.cache, len(tokens))
 
     async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
-        sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter())(None)
+        sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter()).sequence(None)
         cache, tokens = self._runtime.cache, sequence.request.num_prompt_tokens
         found = await asyncio.to_thread(cache.prefetch, sequence) if cache is not None else 0
         return pb.WarmResponse(prompt_tokens=tokens, cached_tokens=found, stored_tokens=found)

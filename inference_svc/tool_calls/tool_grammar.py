@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.sequence.detokenizer import ReasoningMarkers
 from inference_svc.structured_output.grammar_compiler import for_compiler
 from inference_svc.tool_calls.json_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
 from inference_svc.tool_calls.qwen3_coder_arguments import FUNCTION, FUNCTION_END, parameter_rules
@@ -30,22 +31,21 @@ def required_calls_grammar(
 
 
 def optional_calls_grammar(
-    dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken, specials: Sequence[int]
+    dialect: ToolCallFormat,
+    tools: Iterable[pb.Tool],
+    single: bool,
+    special: SpecialToken,
+    specials: Sequence[int],
+    reasoning: ReasoningMarkers | None,
 ) -> str:
     """Build the grammar of text and calls in any order.
 
     After the beginning of a call, the text must match the tool's grammar. ``specials`` are special tokens that may
-    occur in the text. Raises InvalidRequest.
+    occur in the text. ``reasoning`` has the markers of reasoning before the answer. Raises InvalidRequest.
     """
     rules = [*_rules(dialect, tools), "TEXT: /(?s:.*)/"]
     if dialect in ("json", "llama3_json"):  # a call is the whole answer
-        keys = "|".join(first_keys(dialect, exact=True))
-        opening = r"[ \t\r\n]*(" + _escaped(LLAMA) + r")?(```)?(json)?[ \t\r\n\[]*\{[ \t\r\n,]*"
-        rules.append(f"calls: {_calls(dialect, single, special)}")
-        rules.append(f'OTHER: /(?s:.*)/ & ~/{opening}"(({keys})"|[^"]*\\\\)(?s:.*)/')
-        marker = special(LLAMA) if dialect == "llama3_json" else None
-        marked = "" if marker is None else f" | <[{marker}]> calls"
-        return "\n".join([f"start: calls{marked} | OTHER{_noise(specials, marker)}", *rules])
+        return "\n".join([*_whole_answer(dialect, single, special, specials, reasoning), *rules])
     trigger, rest = _marked(dialect, single, special)
     token = special(trigger)
     if token is None:
@@ -61,9 +61,43 @@ def optional_calls_grammar(
     return "\n".join([f"start: {several} TEXT", *rules])
 
 
-def _noise(specials: Sequence[int], marker: int | None) -> str:
-    ranges = _ranges([one for one in specials if one != marker])
-    return f" (<[{ranges}]> TEXT)*" if ranges else ""
+def _whole_answer(
+    dialect: ToolCallFormat,
+    single: bool,
+    special: SpecialToken,
+    specials: Sequence[int],
+    reasoning: ReasoningMarkers | None,
+) -> list[str]:
+    """Build the rules of an answer that is either calls or text, and of the reasoning before it."""
+    begin, end = reasoning or ("", "")
+    begin_token, end_token = (special(one) if one else None for one in (begin, end))
+    marker = special(LLAMA) if dialect == "llama3_json" else None
+    keys = "|".join(first_keys(dialect, exact=True))
+    opening = "(" + _escaped(LLAMA) + r")?(```)?(json)?[ \t\r\n\[]*\{[ \t\r\n,]*"
+    excluded = f'~/{opening}"(({keys})"|[^"]*\\\\)(?s:.*)/'
+    # Text begins with neither white space nor reasoning: it would match all that follows them, also a call.
+    if begin and begin_token is None:
+        excluded += f" & ~/{begin}(?s:.*)/"
+    text = "OTHER"
+    if first := _ranges([one for one in specials if one not in (marker, begin_token)]):
+        text = f"(OTHER | <[{first}]> TEXT)"
+    if more := _ranges([one for one in specials if one != marker]):
+        text += f" (<[{more}]> TEXT)*"
+    marked = "" if marker is None else f" | <[{marker}]> calls"
+    rules = [
+        "answer: SPACE? content?",
+        f"content: calls{marked} | {text}",
+        f"calls: {_calls(dialect, single, special)}",
+        r"SPACE: /[ \t\r\n]+/",
+        r"OTHER: /[^ \t\r\n](?s:.*)/ & " + excluded,
+    ]
+    if reasoning is None:
+        return ["start: answer", *rules]
+    noise = _ranges([one for one in specials if one != end_token])
+    thought = f"thought[lazy]: TEXT {json.dumps(end)}" if end_token is None else f"thought: TEXT <[{end_token}]>"
+    before = f"(TEXT <[{noise}]>)* " if noise else ""
+    start = f"SPACE? ({_marker(begin, special)} reasoned | content)?" if begin else "reasoned"
+    return [f"start: {start}", f"reasoned: {before}(thought answer | TEXT)", thought, *rules]
 
 
 def _ranges(tokens: Sequence[int]) -> str:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from kvsidecar import AsyncClient, Client, client
 from kvsidecar.errors import Unavailable, from_rpc
-from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.inference.v1.inference_pb2_grpc import (
-    InferenceServiceServicer,
-    add_InferenceServiceServicer_to_server,
-)
 
 from benchmarks.node import free_port
 from benchmarks.proxy import Proxy
+from tests.clients.scripted_worker import ScriptedWorker
 
 
 def test_a_socket_that_is_not_there(tmp_path: Path) -> None:
@@ -72,27 +64,6 @@ def test_a_port_where_nobody_listens() -> None:
         asyncio.run(ask(address))
 
 
-class Tokenizer(InferenceServiceServicer):
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-
-    def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        if request.prompt.text == "wait":
-            self.go_on.wait(30)
-        return pb.TokenizeResponse(token_ids=[1, 2])
-
-
-@contextmanager
-def listening(port: int, tokenizer: Tokenizer) -> Iterator[None]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_InferenceServiceServicer_to_server(tokenizer, server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    server.start()
-    yield
-    tokenizer.go_on.set()
-    server.stop(None).wait()
-
-
 def test_a_server_that_was_away_for_long_is_found_at_once() -> None:
     """With gRPC's own options, the attempt after the one at 5 s comes at 9 s, and later ones two minutes apart."""
     port, began = free_port(), time.monotonic()
@@ -107,7 +78,7 @@ def test_a_server_that_was_away_for_long_is_found_at_once() -> None:
         while time.monotonic() < began + 6:
             assert not found()
             time.sleep(0.05)
-        with listening(port, Tokenizer()):
+        with ScriptedWorker(port):
             up = time.monotonic()
             while not found():
                 assert time.monotonic() < up + 2
@@ -118,8 +89,8 @@ def test_a_call_to_a_host_that_went_away_ends(monkeypatch: pytest.MonkeyPatch) -
     """Nothing closes its connection: only pings notice it. Time is made 50 times faster."""
     faster = [(key, value // 50 if "keepalive_time_ms" in key else value) for key, value in client._OPTIONS]
     monkeypatch.setattr(client, "_OPTIONS", [(k, 1000 if "timeout" in k else v) for k, v in faster])
-    port, tokenizer = free_port(), Tokenizer()
-    with listening(port, tokenizer):
+    port = free_port()
+    with ScriptedWorker(port):
         link = Proxy(port)
         try:
             with Client(f"127.0.0.1:{link.port}") as asking, ThreadPoolExecutor(1) as other:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.chat_messages import RefusalPart
 
 _ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
@@ -51,7 +52,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
+    content: str | Annotated[list[Part | RefusalPart], FIRST_ERROR]
     phase: str | None = None
 
 
@@ -163,7 +164,7 @@ def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
     return found
 
 
-def _content(content: str | Parts) -> str | list[dict[str, Any]]:
+def _content(content: str | Sequence[Part | RefusalPart]) -> str | list[dict[str, Any]]:
     """Return the content of a chat message: as parts if a cache breakpoint ends one of them, otherwise as text."""
     if isinstance(content, str) or not any(isinstance(part.prompt_cache_breakpoint, dict) for part in content):
         return _text(content)
@@ -172,5 +173,5 @@ def _content(content: str | Parts) -> str | list[dict[str, Any]]:
     ]
 
 
-def _text(content: str | Parts) -> str:
+def _text(content: str | Sequence[Part | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

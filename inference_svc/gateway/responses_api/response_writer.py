@@ -70,14 +70,14 @@ class ResponseWriter:
             "output": self._items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "store": request.store is not False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
             "tool_choice": request.tool_choice or "auto",
             "tools": [tool.model_dump(by_alias=True) for tool in request.tools or ()],
             "truncation": request.truncation or "disabled",
             "usage": None,
         }
-        if request.text is not None and request.text.format is not None:
-            self._body["text"] = {"format": request.text.format.model_dump(by_alias=True, exclude_none=True)}
+        if request.text is not None:
+            self._body["text"] |= request.text.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
         if not isinstance(self._body["tool_choice"], str):
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
 

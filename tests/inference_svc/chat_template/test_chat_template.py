@@ -54,11 +54,11 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def chat_template_for(dialect: str, special: str = "") -> ChatTemplate:
+def chat_template_for(dialect: str, *special: str) -> ChatTemplate:
     own = copy.deepcopy(TOKENIZER)
     own.chat_template = TEMPLATES[dialect]
-    if special:
-        own.add_special_tokens({"extra_special_tokens": [special]})
+    if any(special):
+        own.add_special_tokens({"extra_special_tokens": list(special)})
     return ChatTemplate("a model", own, GrammarCompiler(own, 4096, END))
 
 

@@ -40,6 +40,21 @@ def test_tokens_of_the_reasoning_are_counted_with_its_markers() -> None:
     assert split(False, "a", "b")[2] == 0
 
 
+@pytest.mark.parametrize(
+    ("pieces", "reasoning_tokens"),
+    [
+        (("<", "think", ">", "a", "</", "think", ">", "b"), 7),
+        (("\n", "<think>", "a", "</think>", "b"), 4),
+        (("", "<think>", "a"), 3),
+        (("<", "thin", "g"), 0),
+        (("\n", "\n"), 0),
+    ],
+)
+def test_all_tokens_of_a_marker_are_counted(pieces: tuple[str, ...], reasoning_tokens: int) -> None:
+    """Of a beginning in several tokens, only the last token was counted, but all tokens of an end."""
+    assert split(False, *pieces)[2] == reasoning_tokens
+
+
 def test_reasoning_is_sent_on_while_it_is_written() -> None:
     splitter = ReasoningSplitter(True)
     assert splitter.split("step one", 1, False) == ("step one", "")

@@ -259,6 +259,9 @@ def test_every_parameter_of_the_sdk_at_a_neutral_value(gateway: Gateway) -> None
     assert found.usage is not None
     details = found.usage.input_tokens_details
     assert details.cached_tokens + details.cache_write_tokens == found.usage.input_tokens
+    assert found.to_dict()["text"] == neutral["text"], "the verbosity was not returned"
+    plain = gateway.client.responses.create(model="demo", input="x", max_output_tokens=1)
+    assert plain.to_dict()["text"] == {"format": {"type": "text"}, "verbosity": "medium"}, "OpenAI's default"
 
 
 def test_sampling_is_as_in_chats(gateway: Gateway) -> None:

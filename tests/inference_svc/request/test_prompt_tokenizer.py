@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from inference_svc.models.loader import DEMO_MODEL, load
@@ -49,6 +51,17 @@ def test_offsets_are_those_of_the_prompts_text(tokenizer: PreTrainedTokenizerBas
     assert added == [0, *offsets], "the text does not have the special token"
     written = tokenizer.decode([first]) + text
     assert made.text_offsets([first, *ids], written)[0] == 0 < made.text_offsets([first, *ids], written)[1]
+
+
+def test_a_token_that_is_special_only_in_the_tokenizers_file_is_not_in_the_text() -> None:
+    """It was taken for ordinary text, which moved all offsets behind it."""
+    tokenizer = copy.deepcopy(BYTE_LEVEL)
+    tokenizer.add_tokens([AddedToken("<|begin|>", special=True)], special_tokens=True)
+    begin = tokenizer.convert_tokens_to_ids("<|begin|>")
+    assert begin not in tokenizer.all_special_ids
+    made, text = of(tokenizer), "hello world"
+    ids = made.ids(text, special=False)
+    assert made.text_offsets([begin, *ids], text) == [0, *made.text_offsets(ids, text)]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer, _decoder_of
+from inference_svc.sequence.detokenizer import CallMarkers, IncrementalDetokenizer, ReasoningMarkers, _decoder_of
 from inference_svc.tool_calls.tool_call_format import CALLS
 from tests.inference_svc.sequence.llama2_tokenizer import llama2_tokenizer
 
@@ -144,6 +145,48 @@ def test_a_stop_string_in_an_undecided_start_waits_for_the_decision(text: str, s
     out = IncrementalDetokenizer(TOKENIZER, ("```",), END, calls=JSON)
     tokens = [token for character in text for token in ids_of(character)]
     assert "".join([*map(out.push, tokens), out.finish()]) == shown
+
+
+BEGUN, FRESH = (replace(JSON, reasoning=ReasoningMarkers(begin, "</think>")) for begin in ("", "<think>"))
+TAGGED_BEGUN = replace(TAGGED, reasoning=BEGUN.reasoning)
+
+
+@pytest.mark.parametrize(
+    ("calls", "text", "shown"),
+    [
+        (BEGUN, 'so</think>\n\n{"q": "a day"} day', 'so</think>\n\n{"q": "a day"} day'),
+        (FRESH, '\n<think>so</think>```json\n{"q": "a day"}', '\n<think>so</think>```json\n{"q": "a day"}'),
+        (FRESH, '{"q": "a day"}', '{"q": "a day"}'),
+        (BEGUN, '{"q": "a day"}</think>', '{"q": "a'),
+        (FRESH, '<think>{"q": "a day"}</think>', '<think>{"q": "a'),
+        (FRESH, "<think>a day</think>", "<think>a"),
+        (BEGUN, 'so</think>\n[1] a day {"q"}', "so</think>\n[1] a"),
+        (FRESH, 'a </think>{"q": "a day"}', 'a </think>{"q": "a'),
+        (FRESH, '<think></think><think></think>{"a day"}', '<think></think><think></think>{"a'),
+        (FRESH, '<think></think>{"</think> a day"}', '<think></think>{"</think> a day"}'),
+        (FRESH, "<think", "<think"),
+        (FRESH, "<thin day", "<thin"),
+        (BEGUN, "so</thi day", "so</thi"),
+        (TAGGED_BEGUN, "<call></think> <call>a day", "<call></think> <call>a day"),
+        (TAGGED_BEGUN, "<call></think> a day", "<call></think> a"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_call_behind_reasoning_is_whole(calls: CallMarkers, text: str, shown: str, whole: bool) -> None:
+    """An answer with reasoning did not begin with JSON, so a stop string ended the call behind the reasoning."""
+    tokens = ids_of(text) if whole else [token for character in text for token in ids_of(character)]
+    out = IncrementalDetokenizer(TOKENIZER, (" day",), END, calls=calls)
+    assert "".join([*map(out.push, tokens), out.finish()]) == shown
+    assert out.stopped == (shown != text)
+
+
+@pytest.mark.parametrize("stop", ["</think>", "</think>\n\n", "ink>\n", "\n\n"])
+def test_a_stop_string_ends_the_answer_behind_the_reasoning(stop: str) -> None:
+    text = 'so</think>\n\n{"q": 1}'
+    for pieces in ([text], list(text), ["so</think>", '\n\n{"q": 1}']):
+        out = IncrementalDetokenizer(TOKENIZER, (stop,), END, calls=BEGUN)
+        tokens = [token for piece in pieces for token in ids_of(piece)]
+        assert "".join([*map(out.push, tokens), out.finish()]) == text.partition(stop)[0]
 
 
 def ids_of(text: str) -> list[int]:

@@ -109,6 +109,8 @@ def test_an_iterator_that_is_closed_cancels_its_answer(engine: Engine) -> None:
 
 
 def test_stats_of_engine_and_daemon(engine: Engine) -> None:
+    engine.warm(TEXT)
+    engine.generate(TEXT, max_tokens=1)
     stats = engine.cache_stats()
     assert stats["requests"] > 0
     assert stats["daemon"]["chunks"] > 0

@@ -16,6 +16,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
 from inference_svc.chat_template.chat_template import ChatTemplate
+from inference_svc.sequence.detokenizer import ReasoningMarkers
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_cleanup import plain
 from inference_svc.tool_calls.qwen3_coder_arguments import parameter_rules
@@ -210,3 +211,46 @@ def test_arguments_with_unique_items_are_refused_by_name(dialect: str, must: boo
     with pytest.raises(InvalidRequest, match="the JSON schema keyword 'uniqueItems' is not supported") as caught:
         made.grammar_state(to_request(HISTORY[:1], tools=tools, **more))  # type: ignore[arg-type]
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("special", [(), ("<think>",), ("</think>",), ("<think>", "</think>")])
+@pytest.mark.parametrize("dialect", ["json", "llama3_json"])
+@pytest.mark.parametrize(
+    ("begun", "text"),
+    [(True, "Let <think> {x} <|user|></think>\n\n"), (False, "\n<think>so</thin</think>\n"), (False, "<think></think>"),
+     (False, "\n")],
+)  # fmt: skip
+def test_a_call_behind_reasoning_is_right_whatever_is_drawn(
+    dialect: str, begun: bool, text: str, special: tuple[str, ...]
+) -> None:
+    """The reasoning counted as the answer's text, so nothing kept the call behind it to its function's schema."""
+    made = chat_template_for(dialect, *special)
+    opening, end = next(case[2:] for case in CASES if case[0] == dialect)
+    request = to_request(HISTORY[:1], tools=STRICT)
+    steering = made.grammar_state(request, ReasoningMarkers("" if begun else "<think>", "</think>"))
+    assert steering is not None
+    spell(made, steering, text)
+    answer = go_on(made, steering, spell(made, steering, opening), end, 0)
+    parser = made.parser(request)
+    assert parser is not None
+    deltas = parser.feed(answer)
+    name = next(delta.name for delta in deltas if delta.name)
+    arguments = json.loads("".join(delta.arguments for delta in deltas if delta.index == 0))
+    jsonschema.validate(arguments, SCHEMA if name == "get_weather" else {"type": "object", "maxProperties": 0})
+
+
+@pytest.mark.parametrize("special", [(), ("<think>",), ("</think>",), ("<think>", "</think>")])
+@pytest.mark.parametrize("dialect", ["json", "llama3_json"])
+@pytest.mark.parametrize(
+    ("begun", "text"),
+    [(True, ""), (True, '{"name": "x", "tool_calls": {</thin'), (True, '</think> {"a": 1} <think>'),
+     (True, "a</think>"), (False, "<thin"), (False, "\n<think> <think>"), (False, "so <think>{</think>"),
+     (False, '\n{"city": 1}'), (False, '<think></think>{"a"</think>')],
+)  # fmt: skip
+def test_text_behind_reasoning_is_free(dialect: str, begun: bool, text: str, special: tuple[str, ...]) -> None:
+    made = chat_template_for(dialect, *special)
+    reasoning = ReasoningMarkers("" if begun else "<think>", "</think>")
+    steering = made.grammar_state(to_request(HISTORY[:1], tools=STRICT), reasoning)
+    assert steering is not None
+    spell(made, steering, text)
+    assert np.unpackbits(steering.mask(), bitorder="little")[sorted(END)].any()
