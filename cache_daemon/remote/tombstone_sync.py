@@ -221,6 +221,9 @@ class TombstoneApplier:
                 )
                 await self._tier.write([(name, epoch)], None)
                 self._written_back[owner] = time.monotonic()
+                if owner:
+                    old = await tombstones.read_tombstones(self._tier, owner)
+                    await tombstones.remove_tombstones(self._tier, owner, old)
                 await tombstones.purge(self._tier, owner)
                 self.num_restored += 1
                 log.warning("the remote tier had lost a deletion; wrote it back", everything=not owner)
