@@ -189,12 +189,13 @@ class TombstoneApplier:
         async with self._write_behind.write_lock:  # after the running write, whose chunks may be stored
             new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
             self._lookups.invalidate(root, new_keys)
+            # Before the local deletion, so that a chunk that is computed again is written again, after the removal.
+            for key in filter(self._write_behind.forget_stored, new_keys):
+                self._tier.queue_removal(root, key)
             for key in sorted(new_keys):
                 chunk = self._index.get(key)
                 if chunk is not None and chunk.root == root:
                     await self._deleter.delete(root, chunk)
-                if self._write_behind.is_known_stored(key):
-                    self._tier.queue_removal(root, key)
             await self._write_back_chunks(root, present)
         self._write_behind.wake_for_corrupt()
         self._epochs.mark_applied(root, observed_at, present)
