@@ -310,6 +310,23 @@ async def test_low_priority_is_evicted_first_until_a_normal_use(limits: dict[byt
         assert (known(bench, [2], b"a"), known(bench, [3], b"a")) == (0, 1)
 
 
+async def test_an_entry_quota_evicts_low_priority_first_also_after_a_reload() -> None:
+    async with opened(40 * SLOT) as bench:
+        account = bench.store.accounts.account_of(keys.tenant_id(b"a"))
+        for n in range(4):
+            await put(bench, [n], PromptHints(low_priority=n == 2), salt=b"a")
+        account.limits = TenantLimits(entries=4)
+        bench.store.accounts.num_reloads += 1
+        await bench.store.sweep()
+        await put(bench, [4], salt=b"a")
+        assert {n for n in range(5) if known(bench, [n], b"a")} == {0, 1, 3, 4}
+        account.limits = TenantLimits()
+        bench.store.accounts.num_reloads += 1
+        await bench.store.sweep()
+        await put(bench, [5], salt=b"a")
+        assert bench.store.stats().chunks == 5
+
+
 def test_a_killed_daemon_keeps_retentions(start: Callable[..., Node]) -> None:
     node = start()
     peer, hints = Peer(node), [pb.RetainedPrefix(end=1, retain_seconds=600)]
