@@ -10,9 +10,11 @@ import sys
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kvsidecar.process.fast_import import fast_imports, skip_optional_imports
+from kvsidecar.process.standard_streams import open_standard_streams
 
 
 def main(arguments: list[str] | None = None) -> int:
+    open_standard_streams()
     with fast_imports():
         skip_optional_imports()
         import uvloop  # noqa: F401 - imported once, before the supervisor forks

@@ -9,10 +9,12 @@ from kvsidecar.extras import refusal
 from kvsidecar.process.cpus import limit_openmp_spinning
 from kvsidecar.process.fast_import import fast_imports, gc_paused, skip_optional_imports
 from kvsidecar.process.sigint import EXIT_CODE
+from kvsidecar.process.standard_streams import open_standard_streams
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
+    open_standard_streams()
     limit_openmp_spinning()
     try:
         return _run(arguments[0] if arguments else "", arguments[1:])

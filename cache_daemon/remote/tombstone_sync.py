@@ -189,12 +189,13 @@ class TombstoneApplier:
         async with self._write_behind.write_lock:  # after the running write, whose chunks may be stored
             new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
             self._lookups.invalidate(root, new_keys)
+            # Before the local deletion, so that a chunk that is computed again is written again, after the removal.
+            for key in filter(self._write_behind.forget_stored, new_keys):
+                self._tier.queue_removal(root, key)
             for key in sorted(new_keys):
                 chunk = self._index.get(key)
                 if chunk is not None and chunk.root == root:
                     await self._deleter.delete(root, chunk)
-                if self._write_behind.is_known_stored(key):
-                    self._tier.queue_removal(root, key)
             await self._write_back_chunks(root, present)
         self._write_behind.wake_for_corrupt()
         self._epochs.mark_applied(root, observed_at, present)
@@ -221,6 +222,9 @@ class TombstoneApplier:
                 )
                 await self._tier.write([(name, epoch)], None)
                 self._written_back[owner] = time.monotonic()
+                if owner:
+                    old = await tombstones.read_tombstones(self._tier, owner)
+                    await tombstones.remove_tombstones(self._tier, owner, old)
                 await tombstones.purge(self._tier, owner)
                 self.num_restored += 1
                 log.warning("the remote tier had lost a deletion; wrote it back", everything=not owner)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvsidecar import keys
@@ -46,14 +46,30 @@ async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
 async def purge(tier: RemoteTier, root: bytes) -> None:
     """Announce an epoch that ``bump_epoch`` has written, and remove the values that it made invalid.
 
-    Without ``root``, remove the tenants' epochs too. Raises RemoteFailed.
+    Spares a tenant's valid records and its tombstones: nodes may have written them after the epoch. Without ``root``,
+    removes everything, the tenants' epochs too. Raises RemoteFailed.
     """
     await announce(tier)
     names = tier.key_schema
-    prefix = names.tenant_prefix(root) if root else names.root_prefix
-    kept = {names.tenant_epoch_key(root) if root else names.global_epoch_key, names.deletions_epoch_key}
-    async for page in tier.scan(prefix):
-        await tier.remove([name for name in page if name not in kept])
+    kept = {names.global_epoch_key, names.deletions_epoch_key}
+    async for page in tier.scan(names.tenant_prefix(root) if root else names.root_prefix):
+        await tier.remove(
+            await _invalid_names(tier, root, page) if root else [name for name in page if name not in kept]
+        )
+
+
+async def _invalid_names(tier: RemoteTier, root: bytes, page: Sequence[str]) -> list[str]:
+    """Return the names of a tenant that are neither epochs nor tombstones, nor belong to a valid record."""
+    names = tier.key_schema
+    kept = {names.tenant_epoch_key(root), names.chunks_epoch_key(root)}
+    hashes = list(dict.fromkeys(filter(None, (names.hash_of_key(root, name) for name in page))))
+    for at in range(0, len(hashes), _PAGE):
+        found = await tier.find(root, hashes[at : at + _PAGE], _LOOKUP_TIMEOUT_SECONDS)
+        for record in filter(None, found.records):
+            key = record.header.prefix_hash
+            kept.add(names.record_key(root, key))
+            kept.update(names.payload_keys(root, key, record.stored_checksum, record.num_parts))
+    return [name for name in page if name not in kept and names.parse_tombstone_key(root, name) is None]
 
 
 async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int, set[bytes]]:
@@ -82,6 +98,7 @@ async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int
     left = {one + secrets.token_bytes(TOMBSTONE_ID_BYTES) for one in deleted}
     if len(before) + len(left) > MAX_TOMBSTONES:
         await bump_epoch(tier, root, new_epoch(deletion=True))
+        await remove_tombstones(tier, root, before)
         await purge(tier, root)
         return len(deleted & there), set()
     await tier.write([(names.tombstone_key(root, name), b"") for name in left], None)
@@ -113,6 +130,12 @@ async def write_tombstones(tier: RemoteTier, root: bytes, names: set[bytes]) -> 
     await tier.write([(tier.key_schema.chunks_epoch_key(root), new_epoch(deletion=True))], None)
 
 
+async def remove_tombstones(tier: RemoteTier, root: bytes, names: set[bytes]) -> None:
+    """Remove tombstones and the chunks epoch of a deleted tenant. Raises RemoteFailed."""
+    schema = tier.key_schema
+    await tier.remove([schema.chunks_epoch_key(root), *(schema.tombstone_key(root, name) for name in names)])
+
+
 async def announce(tier: RemoteTier) -> None:
     """Make all nodes poll the epochs again. Raises RemoteFailed."""
     await tier.write([(tier.key_schema.deletions_epoch_key, new_epoch(deletion=True))], None)
@@ -134,6 +157,7 @@ class PendingDeletion:
     started: bool = False
     epoch: bytes = b""  # new epoch of a tenant or of everything; it may already be written
     bumped_generation: int = -1  # backend generation in which the epoch was already bumped
+    tombstones: set[bytes] | None = None  # tombstones from before the new epoch, to remove; None without chunks epoch
     repeat: asyncio.Future[int] | None = None  # set if the deletion was requested again after it started
 
 
@@ -281,6 +305,9 @@ class DeletionWriter:
             if deletion.bumped_generation != self._tier.backend_generation:
                 await self._bump_epoch(deletion)
                 deletion.bumped_generation = self._tier.backend_generation
+            if deletion.tombstones is not None:
+                await remove_tombstones(self._tier, root, deletion.tombstones)
+                deletion.tombstones = None  # a retry must not remove the chunks epoch of a later deletion
             await purge(self._tier, root)
         self.num_done += 1
         if self._queue.finish(deletion, gone):
@@ -300,8 +327,9 @@ class DeletionWriter:
             before = epochs.tenant_epoch
             if before != deletion.epoch:
                 crossed = self._epochs.observe(root, epochs) is EpochChange.TENANT_DELETED
-            if epochs.chunks_epoch is not None and not crossed:  # the purge removes the tombstones, too
-                crossed = bool(self._epochs.unapplied_tombstones(root, await read_tombstones(self._tier, root)))
+                has_tombstones = epochs.chunks_epoch is not None
+                deletion.tombstones = await read_tombstones(self._tier, root) if has_tombstones else None
+            crossed = crossed or bool(self._epochs.unapplied_tombstones(root, deletion.tombstones or set()))
         else:
             before = await self._tier.read_global_epoch()
         await bump_epoch(self._tier, root, deletion.epoch)

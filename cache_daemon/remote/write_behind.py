@@ -137,9 +137,9 @@ class WriteBehindQueue:
         if change is not EpochChange.CHUNKS_DELETED:
             self._stored_until.clear()
 
-    def is_known_stored(self, key: bytes) -> bool:
-        """Return True if the backend has the chunk, or had it recently."""
-        return key in self._stored_until
+    def forget_stored(self, key: bytes) -> bool:
+        """Forget that the backend has the chunk, or had it recently. Returns False if that was not known."""
+        return self._stored_until.pop(key, None) is not None
 
     def _enqueue(self, chunk: Chunk) -> None:
         if chunk.key in self._queue or self._is_stored(chunk):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -20,6 +20,7 @@ from kvsidecar.keys import HASH_BYTES
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.lease_pin_limits import LeasePinLimit, LeasePinLimits
+from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 
 NOTE_PREFIX = b"pin:"
@@ -70,6 +71,7 @@ class Pins:
         external, own = int(budget_bytes * _EXTERNAL_SHARE), int(budget_bytes * _CALLER_SHARE)
         self._external = LeasePinLimits(external, own, lambda chunk: chunk.size_bytes)
         self.pinned_bytes = self._num_dropped = 0
+        self.on_added: list[Callable[[TenantAccount], None]] = []
         tiers.on_unindexed.append(self._on_unindexed)
 
     def add(self, chunk: Chunk, caller: str = "") -> int:
@@ -220,6 +222,9 @@ class Pins:
                 del self._pins[name]
             self._num_pins[pin.caller] -= 1
         self._add_to_path(pin, by)
+        if by > 0:
+            for notify in self.on_added:
+                notify(pin.chunk.tenant)
 
     def _add_to_path(self, pin: _Pin, by: int) -> None:
         """Add to the pin count of a pin's chunk and its ancestors."""

@@ -1,9 +1,10 @@
 """Retained chunks: eviction spares them until a deadline that requests set.
 
 A retention promises a minimal lifetime; its end does not remove the chunk. Retained chunks count against the quota for
-pins. They use at most half of a tenant's other quotas, so that the tenant can always store new chunks. Retained chunks
-that are not durable use at most a quarter of the arena, so that pins find capacity. While these limits do not allow the
-retention of a chunk, it may be evicted like any other chunk.
+pins, and a new pin suspends retentions that no longer fit beside it. They use at most half of a tenant's other quotas,
+so that the tenant can always store new chunks. Retained chunks that are not durable use at most a quarter of the arena,
+so that pins find capacity. While these limits do not allow the retention of a chunk, it may be evicted like any other
+chunk.
 
 The durable tier gets the deadline of a retained chunk in the same transaction as the chunk, or in the next one. The
 written deadline is later than the promised deadline by a quarter of the remaining time. So most uses need no write, and
@@ -45,6 +46,7 @@ class RetainedChunks:
         self.retained_bytes = 0
         tiers.on_indexed.append(self._on_indexed)
         tiers.on_unindexed.append(self._end)
+        pins.on_added.append(self._yield_to_pins)
 
     def extend(self, chunk: Chunk, until: float) -> None:
         """Retain a chunk at least until the time ``until``, as far as quotas allow."""
@@ -115,12 +117,31 @@ class RetainedChunks:
             self._written[chunk] = until
             self._tiers.write_note(NOTE_PREFIX + chunk.key, encode_expiry(until))
 
+    def _yield_to_pins(self, tenant: TenantAccount) -> None:
+        """Suspend retentions while they and the pins exceed a limit: those that end soon first, children first."""
+        suspended: list[Chunk] = []
+        for _, key in self._due:
+            if not self._exceeds_with_pins(tenant):
+                break
+            top = self._tiers.index.get(key)
+            assert top is not None, "a chunk that leaves the index leaves the schedule"
+            if top.is_retained and self._exceeds_with_pins(top.tenant):
+                for chunk in reversed(self._tiers.index.subtree(top)):
+                    if chunk.is_retained and self._exceeds_with_pins(chunk.tenant):
+                        self._set(chunk, False)
+                        self._erase(chunk)
+                        suspended.append(chunk)
+        self._unfit.update(dict.fromkeys(reversed(suspended)))  # parents are retried first
+
     def _end(self, chunk: Chunk) -> None:
         if self._unschedule(chunk):
             self._unfit.pop(chunk, None)
             chunk.retained_until = 0.0
             if chunk.is_retained:
                 self._set(chunk, False)
+        self._erase(chunk)
+
+    def _erase(self, chunk: Chunk) -> None:
         if self._written.pop(chunk, None) is not None:
             self._tiers.write_note(NOTE_PREFIX + chunk.key, None)
 
@@ -134,11 +155,7 @@ class RetainedChunks:
 
     def _fits(self, chunk: Chunk) -> bool:
         tenant, added = chunk.tenant, chunk.size_bytes
-        beside_pins = (
-            (self._pins.budget_bytes, self._pins.pinned_bytes + self.retained_bytes),
-            (tenant.limits.pin_bytes, tenant.pinned_bytes + tenant.retained_bytes),
-        )
-        if any(limit is not None and used + added > limit for limit, used in beside_pins):
+        if self._exceeds_with_pins(tenant, added):
             return False
         for quota in (tenant.limits.arena_bytes, tenant.limits.store_bytes):
             if quota is not None and tenant.retained_bytes + added > quota * _QUOTA_SHARE:
@@ -151,6 +168,14 @@ class RetainedChunks:
         return (
             chunk.disk_state is Residency.PRESENT or self._tiers.arena_only_pins_bytes + footprint(added) <= arena_bytes
         )
+
+    def _exceeds_with_pins(self, tenant: TenantAccount, added: int = 0) -> bool:
+        """Return True if pins, retentions and ``added`` bytes exceed the store's limit or the tenant's quota."""
+        limits = (
+            (self._pins.budget_bytes, self._pins.pinned_bytes + self.retained_bytes),
+            (tenant.limits.pin_bytes, tenant.pinned_bytes + tenant.retained_bytes),
+        )
+        return any(limit is not None and used + added > limit for limit, used in limits)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sums and chunks add up."""

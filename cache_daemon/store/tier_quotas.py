@@ -3,7 +3,8 @@
 A tenant with a quota has its own partitions. Other tenants never evict chunks from these, and a tenant that has used
 its quota evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are
 evicted first. A tenant with a quota has a second partition for its chunks of low priority; all other tenants share the
-lowest partition for them.
+lowest partition for them. In a shared partition, a tenant with a quota of entries has a second policy that orders its
+own chunks, so that it finds its own victims without a scan of the partition.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
+from weakref import WeakKeyDictionary
 
 from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
@@ -25,6 +27,7 @@ _LOW = b"low "  # + id of a tenant with a quota: key of the partition of its chu
 class _Partition:
     policy: EvictionPolicy
     used_bytes: int = 0
+    tenant_policies: WeakKeyDictionary[TenantAccount, EvictionPolicy] = field(default_factory=WeakKeyDictionary)
 
 
 def _victims_of(policy: EvictionPolicy) -> Iterator[Chunk]:
@@ -35,6 +38,7 @@ def _victims_of(policy: EvictionPolicy) -> Iterator[Chunk]:
 @dataclass(slots=True)
 class _Entry:
     partition: _Partition
+    policies: tuple[EvictionPolicy, ...]  # the partition's, and the tenant's second one
     size_bytes: int
     parent: Chunk | None
     children: int = 0  # number of children in this tier
@@ -64,10 +68,11 @@ class TierQuotas:
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
         """Add a chunk; if this tier has its parent, the parent was added before."""
         part = self._partition_of(chunk.tenant, chunk.low_priority)
-        self._entries[chunk] = _Entry(part, size_bytes, parent)
+        place = self._entries[chunk] = _Entry(part, self._policies_of(part, chunk.tenant), size_bytes, parent)
         part.used_bytes += size_bytes
         self.used_bytes += size_bytes
-        part.policy.insert(chunk, parent, chunk.hits)
+        for policy in place.policies:
+            policy.insert(chunk, parent, chunk.hits)
         self._count_child(parent, 1)
 
     def remove(self, chunk: Chunk) -> None:
@@ -76,7 +81,8 @@ class TierQuotas:
         if place is not None:
             place.partition.used_bytes -= place.size_bytes
             self.used_bytes -= place.size_bytes
-            place.partition.policy.remove(chunk)
+            for policy in place.policies:
+                policy.remove(chunk)
             self._count_child(place.parent, -1)
 
     def resize(self, chunk: Chunk, size_bytes: int) -> None:
@@ -92,21 +98,25 @@ class TierQuotas:
         if place is None:
             return
         partition = self._partition_of(chunk.tenant, chunk.low_priority)
-        if partition is place.partition:
-            return
-        place.partition.policy.remove(chunk)
+        before, place.policies = place.policies, self._policies_of(partition, chunk.tenant)
         place.partition.used_bytes -= place.size_bytes
         place.partition = partition
         place.partition.used_bytes += place.size_bytes
-        place.partition.policy.insert(chunk, place.parent, chunk.hits)
-        if place.unevictable:
-            place.partition.policy.make_unevictable(chunk)
+        for policy in before:
+            if policy not in place.policies:
+                policy.remove(chunk)
+        for policy in place.policies:
+            if policy not in before:
+                policy.insert(chunk, place.parent, chunk.hits)
+                if place.unevictable:
+                    policy.make_unevictable(chunk)
 
     def touch(self, chunk: Chunk) -> None:
         """Record a use of a chunk."""
         place = self._entries.get(chunk)
         if place is not None:
-            place.partition.policy.touch(chunk)
+            for policy in place.policies:
+                policy.touch(chunk)
 
     def set_protected(self, chunk: Chunk, kept: bool) -> None:
         """Set or end the protection of a chunk from eviction. Idempotent.
@@ -130,7 +140,8 @@ class TierQuotas:
         unevictable = place.protected or place.children > 0
         if unevictable is not place.unevictable:
             place.unevictable = unevictable
-            (place.partition.policy.make_unevictable if unevictable else place.partition.policy.make_evictable)(chunk)
+            for policy in place.policies:
+                (policy.make_unevictable if unevictable else policy.make_evictable)(chunk)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
         """Return True if ``size_bytes`` more bytes would exceed the tenant's quota."""
@@ -148,8 +159,9 @@ class TierQuotas:
     def victims(self, tenant: TenantAccount, own: bool) -> Iterator[Chunk]:
         """Yield chunks to evict for a tenant's new chunk, worst first.
 
-        With ``own``, yields only chunks of this tenant. Leaves out chunks with children in this tier. The caller skips
-        chunks in use, evicts the next chunk, and calls again for further victims.
+        With ``own``, yields only chunks of this tenant, which has a quota of bytes or entries. Leaves out chunks with
+        children in this tier. The caller skips chunks in use, evicts the next chunk, and calls again for further
+        victims.
         """
         if self.quota_of(tenant.limits) is not None:
             if not own:
@@ -157,7 +169,9 @@ class TierQuotas:
             for part in self._own(tenant):
                 yield from _victims_of(part.policy)
         elif own:
-            yield from (c for c in self._shared(tenant.limits.priority) if c.tenant is tenant)
+            for part in self._shared_partitions(tenant.limits.priority):
+                if (policy := part.tenant_policies.get(tenant)) is not None:
+                    yield from _victims_of(policy)
         else:
             yield from self._shared(tenant.limits.priority)
 
@@ -171,10 +185,13 @@ class TierQuotas:
             yield from _victims_of(self._partitions[name].policy)
 
     def _shared(self, highest: Priority) -> Iterator[Chunk]:
-        for priority in Priority:
-            part = self._partitions.get(priority)
-            if part is not None and priority <= highest:
-                yield from _victims_of(part.policy)
+        for part in self._shared_partitions(highest):
+            yield from _victims_of(part.policy)
+
+    def _shared_partitions(self, highest: Priority) -> list[_Partition]:
+        """Return the partitions of tenants without a quota of bytes, low priority first."""
+        parts = (self._partitions.get(priority) for priority in Priority if priority <= highest)
+        return [part for part in parts if part is not None]
 
     def _own(self, tenant: TenantAccount) -> list[_Partition]:
         """Return the partitions of a tenant with a quota, low priority first."""
@@ -192,7 +209,19 @@ class TierQuotas:
             part = self._partitions[name] = _Partition(self.new_policy())
         return part
 
+    def _policies_of(self, part: _Partition, tenant: TenantAccount) -> tuple[EvictionPolicy, ...]:
+        """Return the policies that order a tenant's chunks in a partition."""
+        if tenant.limits.entries is None or self.quota_of(tenant.limits) is not None:
+            return (part.policy,)
+        own = part.tenant_policies.get(tenant)
+        if own is None:
+            own = part.tenant_policies[tenant] = self.new_policy()
+        return part.policy, own
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the sums hold."""
         assert self.used_bytes == sum(p.size_bytes for p in self._entries.values()), "a tier's bytes do not add up"
         assert self.used_bytes == sum(p.used_bytes for p in self._partitions.values()), "its parts' bytes do not add up"
+        policies = [p for part in self._partitions.values() for p in (part.policy, *part.tenant_policies.values())]
+        num_ordered = sum(len(place.policies) for place in self._entries.values())
+        assert num_ordered == sum(map(len, policies)), "the policies do not order the tier's chunks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import pytest
 from kvsidecar import keys
@@ -13,6 +14,8 @@ from kvsidecar.errors import QuotaExceeded
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.auth.principal import GUEST, Principal
 from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.eviction.eviction_policy import Entry
+from cache_daemon.eviction.lru import LeastRecentlyUsed
 from cache_daemon.store import yield_timer
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.disk_evictor import _MAX_EXTRA_EVICTIONS
@@ -231,3 +234,26 @@ async def test_a_full_budget_evicts_a_bounded_number_of_chunks_at_once() -> None
         assert bench.store.stats().durable_evictions - before == _MAX_EXTRA_EVICTIONS
         while bench.store.stats().durable_bytes > evictor._max_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_an_entry_quota_evicts_without_a_scan_of_other_tenants_chunks(durable: bool) -> None:
+    """Each insertion at the limit walked all chunks of the shared partition that eviction prefers."""
+    offered = 0
+
+    class Counted(LeastRecentlyUsed):
+        def victims(self) -> Iterator[Entry]:
+            nonlocal offered
+            for entry in super().victims():
+                offered += 1
+                yield entry
+
+    limits = {b"a": TenantLimits(entries=4)}
+    async with opened(400 * PAGE, 4 << 20 if durable else 0, new_policy=Counted, limits=limits) as bench:
+        for n in range(300):
+            await bench.put([n], salt=b"other")
+        for n in range(24):
+            assert (await bench.put([n], salt=b"a"))[1] == COMMITTED
+            await bench.store.settle()
+        assert offered <= 24 * 4
+        assert {n for n in range(24) if await bench.found([n], b"a")} == {20, 21, 22, 23}

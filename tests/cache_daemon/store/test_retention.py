@@ -10,6 +10,7 @@ import grpc
 import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import QuotaExceeded
 
 from benchmarks.node import Node
 from benchmarks.peer import payload_of
@@ -126,6 +127,45 @@ async def test_one_tenant_cannot_retain_the_whole_store() -> None:
         await put(bench, [1, 2], salt=b"modest")
         assert known(bench, [1, 2], b"modest") == 2
         assert bench.store.pin(bench.root(b"modest"), await put(bench, [1, 2], salt=b"modest")) == 1
+
+
+@pytest.mark.parametrize("limits", [None, {b"pins": TenantLimits(pin_bytes=8 * SLOT)}])
+async def test_pins_and_retentions_share_one_limit(limits: dict[bytes, TenantLimits] | None) -> None:
+    """Pins did not count retained bytes, so both together could protect the whole disk, and a whole quota twice."""
+    retaining, most = (b"retains", 20 * SLOT) if limits is None else (b"pins", 8 * SLOT)
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT, limits=limits) as bench:
+        for i in range(30):
+            await put(bench, [i] * 20, retain(bench, 3600), salt=retaining)
+        before, pinned, size = bench.store.stats().retained_bytes, list[bytes](), 20 * 128
+        for i in range(most // size):
+            pinned.append(await put(bench, [100 + i] * 20, salt=b"pins"))
+            bench.store.pin(bench.root(b"pins"), pinned[-1])
+            stats = bench.store.stats()
+            assert stats.pinned_bytes + stats.retained_bytes <= most
+        last = await put(bench, [99] * 20, salt=b"pins")
+        with pytest.raises(QuotaExceeded):
+            bench.store.pin(bench.root(b"pins"), last)
+        await flood(bench)
+        assert known(bench, [10_119], b"flood") == 1
+        bench.store.check_integrity()
+        for key in pinned:
+            bench.store.unpin(bench.root(b"pins"), key)
+        for i in range(30):
+            await put(bench, [i] * 20, retain(bench, 3600), salt=retaining)
+        assert bench.store.stats().retained_bytes == before, "without the pins, the retentions have their place again"
+
+
+async def test_a_pin_ends_the_retention_of_the_end_of_a_prompt_first() -> None:
+    limits = {b"a": TenantLimits(pin_bytes=3 * 20 * 128)}  # three chunks of 20 tokens
+    disk = MemoryTier()
+    async with opened(limits=limits, tier=disk) as bench:
+        hints, path = retain(bench, 3600), [b""]
+        for i in range(3):
+            path.append(await put(bench, [i] * 20, hints, 20 * i, path[-1], b"a"))
+        bench.store.pin(bench.root(b"a"), await put(bench, [9] * 20, salt=b"a"))
+        retained = [bench.store.find(bench.root(b"a"), key).is_retained for key in path[1:]]
+        assert retained == [True, True, False]
+    assert {NOTE_PREFIX + key for key in path[1:3]} == {n for n in disk.notes() if n.startswith(NOTE_PREFIX)}
 
 
 async def test_a_refused_retention_begins_when_the_quota_allows_it() -> None:
@@ -268,6 +308,23 @@ async def test_low_priority_is_evicted_first_until_a_normal_use(limits: dict[byt
         for i in range(chunks):
             await put(bench, [100 + i], salt=b"a")
         assert (known(bench, [2], b"a"), known(bench, [3], b"a")) == (0, 1)
+
+
+async def test_an_entry_quota_evicts_low_priority_first_also_after_a_reload() -> None:
+    async with opened(40 * SLOT) as bench:
+        account = bench.store.accounts.account_of(keys.tenant_id(b"a"))
+        for n in range(4):
+            await put(bench, [n], PromptHints(low_priority=n == 2), salt=b"a")
+        account.limits = TenantLimits(entries=4)
+        bench.store.accounts.num_reloads += 1
+        await bench.store.sweep()
+        await put(bench, [4], salt=b"a")
+        assert {n for n in range(5) if known(bench, [n], b"a")} == {0, 1, 3, 4}
+        account.limits = TenantLimits()
+        bench.store.accounts.num_reloads += 1
+        await bench.store.sweep()
+        await put(bench, [5], salt=b"a")
+        assert bench.store.stats().chunks == 5
 
 
 def test_a_killed_daemon_keeps_retentions(start: Callable[..., Node]) -> None:
