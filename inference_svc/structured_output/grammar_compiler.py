@@ -11,6 +11,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +36,10 @@ _MAX_CHOICES = 1024
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _MAX_CACHED = 64
 _MAX_THREADS = 8
+# llguidance recurses along rules that name each other, and a stack overflow ends the process. The longest chain in a
+# grammar of MAX_GRAMMAR_BYTES needs less than this. The system provides only the part of a stack that is used.
+_STACK_BYTES = 256 << 20
+_stack_lock = threading.Lock()
 _MAX_SHOWN = 300
 # Causes in the compiler's messages that lead to a keyword of the JSON schema, which the error then names.
 _UNKNOWN_KEYWORD = re.compile(r"Unimplemented keys: \[(.+?)\]")
@@ -105,8 +111,8 @@ class GrammarCompiler:
         return GrammarState(found.deep_copy(), self._threads)
 
     def _compile(self, source: str, schema: Any) -> LLMatcher:
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._llguidance_tokenizer(), source, log_level=0, limits=limits)
+        limits, tokenizer = LLParserLimits(verbose_errors=False), self._llguidance_tokenizer()
+        matcher = _on_large_stack(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits))
         if matcher.is_error():
             raise _refused(matcher.get_error(), schema)
         return matcher
@@ -133,6 +139,25 @@ class GrammarCompiler:
             log.warning("grammars are not served: the tokenizer cannot be read for them", error=str(error))
             return None
         return found
+
+
+def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
+    """Return ``make()``, called on a thread with a stack of ``_STACK_BYTES``."""
+    made = Future[LLMatcher]()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    with _stack_lock:  # the size is a setting of the process
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar").start()
+        finally:
+            threading.stack_size(before)
+    return made.result()
 
 
 def _check_satisfiable(matcher: LLMatcher) -> None:

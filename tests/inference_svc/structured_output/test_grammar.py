@@ -212,3 +212,9 @@ def test_what_cannot_be_compiled_says_why_in_a_line(grammar: pb.Grammar, said: s
         GRAMMARS.compile(grammar)
     assert caught.value.param == "grammar"
     assert "\n" not in str(caught.value)
+
+
+def test_a_long_chain_of_rules_does_not_end_the_process() -> None:
+    """The compiler recurses along the chain; on a usual stack, 3,000 rules were a segmentation fault."""
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))
+    assert not GRAMMARS.compile(pb.Grammar(grammar=f'start: r0\n{rules}r5000: "a"\n')).complete
