@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -143,21 +143,14 @@ class GrammarCompiler:
 
 def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     """Return ``make()``, called on a thread with a stack of ``_STACK_BYTES``."""
-    made = Future[LLMatcher]()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:
-            made.set_exception(error)
-
-    with _stack_lock:  # the size is a setting of the process
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="grammar").start()
-        finally:
-            threading.stack_size(before)
-    return made.result()
+    with ThreadPoolExecutor(1, "grammar") as thread:
+        with _stack_lock:  # the size is a setting of the process
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                made = thread.submit(make)  # starts the thread
+            finally:
+                threading.stack_size(before)
+        return made.result()
 
 
 def _check_satisfiable(matcher: LLMatcher) -> None:

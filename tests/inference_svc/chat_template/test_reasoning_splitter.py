@@ -51,7 +51,7 @@ def test_tokens_of_the_reasoning_are_counted_with_its_markers() -> None:
     ],
 )
 def test_all_tokens_of_a_marker_are_counted(pieces: tuple[str, ...], reasoning_tokens: int) -> None:
-    """Of a beginning in several tokens, only the last token was counted, but all tokens of an end."""
+    """The splitter counted all tokens of an end marker, but only the last token of an opening marker."""
     assert split(False, *pieces)[2] == reasoning_tokens
 
 

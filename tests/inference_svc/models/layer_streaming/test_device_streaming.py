@@ -141,7 +141,7 @@ def test_auto_streams_what_a_card_has_no_room_for(home: Path, device: SimulatedD
 
 
 def test_the_largest_weight_in_codes_has_room_to_be_widened(home: Path, device: SimulatedDevice) -> None:
-    """Of a model with 4-bit weights it is the head: more than a GiB in a model of 8 billion weights."""
+    """The head is the largest weight: widened, it takes more than a GiB in a model of 8 billion weights."""
     loaded = loaded_on(device, "bfloat16", 4, FULL)
     assert loaded.streamed is not None
     head = loaded.model.lm_head
