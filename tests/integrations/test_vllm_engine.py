@@ -155,8 +155,7 @@ def test_statistics_become_prometheus_metrics() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM
-@pytest.mark.parametrize("all_layers", [False, True])
-def test_sliding_windows_work_beside_full_attention_and_are_refused_alone(all_layers: bool) -> None:
+def test_sliding_windows_work_beside_full_attention_and_are_refused_alone() -> None:
     pytest.importorskip("vllm")
     import torch
     from kvsidecar.errors import ConfigurationError
@@ -173,13 +172,13 @@ def test_sliding_windows_work_beside_full_attention_and_are_refused_alone(all_la
         speculative_config=None,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),  # as with our connector
     )
-    layers = {"0": windows, "1": windows if all_layers else FullAttentionSpec(**shape)}
-    caches = SimpleNamespace(kv_cache_groups=get_kv_cache_groups(config, layers))
-    if all_layers:
-        with pytest.raises(ConfigurationError, match=r"m has 1 KV cache group\(s\) of SlidingWindowSpec; KVSidecar"):
-            check_config(config, caches)
-    else:
-        check_config(config, caches)
+    mixed, alone = (
+        SimpleNamespace(kv_cache_groups=get_kv_cache_groups(config, {"0": windows, "1": second}))
+        for second in (FullAttentionSpec(**shape), windows)
+    )
+    check_config(config, mixed)
+    with pytest.raises(ConfigurationError, match=r"m has 1 KV cache group\(s\) of SlidingWindowSpec; KVSidecar"):
+        check_config(config, alone)
 
 
 # ---- vLLM's own kernels, without an engine --------------------------------------------------------------------
