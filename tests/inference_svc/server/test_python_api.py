@@ -170,7 +170,7 @@ def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
 _PROGRAM = """
 from inference_svc import Engine
 engine = Engine.from_pretrained("demo", arena_bytes="64MiB", pool_bytes="64MiB", threads=1)
-print(engine.generate("hello", max_tokens=2).text)
+engine.generate("hello", max_tokens=2)
 """
 
 
@@ -189,7 +189,7 @@ def test_the_embedded_daemon_ends_with_a_program_that_is_killed() -> None:
         environment = {**os.environ, "TMPDIR": folder}
         running = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
         assert running.stdout is not None
-        daemon = psutil.Process(int([running.stdout.readline() for _ in range(2)][1]))
+        daemon = psutil.Process(int(running.stdout.readline()))
         running.kill()
         running.communicate(timeout=60)  # the daemon holds the pipe, too
         daemon.wait(timeout=60)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +121,23 @@ def config(folder: Path, **settings: float) -> WorkerConfig:
     )
 
 
-def test_a_rank_that_does_not_come_up(tmp_path: Path) -> None:
+@pytest.fixture
+def started() -> Callable[[], list[psutil.Process]]:
+    """Children that the test started: other tests of this process may have left a zombie."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
+def test_a_rank_that_does_not_come_up(tmp_path: Path, started: Callable[[], list[psutil.Process]]) -> None:
     """The imports of a rank alone take longer than the timeout."""
     with pytest.raises(Unavailable, match="rank 1 of 2 did not start within 1 s"):
         build_runtime(config(tmp_path, rank_timeout_seconds=1.0))
-    assert left_behind() == []
+    assert started() == []
 
 
-def test_a_rank_that_dies_while_the_worker_starts(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_the_worker_starts(tmp_path: Path, started: Callable[[], list[psutil.Process]]) -> None:
     def kill() -> None:
-        while not (found := left_behind()):
+        while not (found := started()):
             time.sleep(0.01)
         os.kill(found[0].pid, signal.SIGKILL)
 
@@ -139,7 +146,7 @@ def test_a_rank_that_dies_while_the_worker_starts(tmp_path: Path) -> None:
         Unavailable, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 while the worker started"
     ):
         build_runtime(config(tmp_path))
-    assert left_behind() == []
+    assert started() == []
 
 
 def test_a_rank_that_is_gone_before_its_first_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +165,3 @@ def test_a_rank_that_is_gone_before_its_first_message(tmp_path: Path, monkeypatc
             ranks.expect(Joined)
     finally:
         ranks.close()
-
-
-def left_behind() -> list[psutil.Process]:
-    """Ranks of this process."""
-    return [
-        child for child in psutil.Process().children() if "inference_svc.tensor_parallel" in " ".join(child.cmdline())
-    ]
