@@ -17,8 +17,9 @@ from kvsidecar.process.free_memory import memory_limit_bytes
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.disk_space import DiskSpace
 
-# Memory of the process in addition to arena and staging: code, index and buffers.
+# Memory of the process in addition to arena and staging: code, a small index, and buffers.
 PROCESS_BYTES = 128 << 20
+_MIN_INDEX_BYTES = 64 << 20
 
 log = structlog.get_logger("cache_daemon")
 
@@ -30,9 +31,21 @@ def check_capacity(config: DaemonConfig) -> None:
         _check_store(config.store, config.store_bytes)
 
 
+def index_bytes(config: DaemonConfig) -> int:
+    """Return the memory for the index.
+
+    By default, it is half of what arena and staging leave: a start reads all headers, and so takes twice the memory.
+    """
+    left = memory_limit_bytes() - _host_arena_bytes(config) - config.staging_bytes - PROCESS_BYTES
+    return config.index_bytes or max(_MIN_INDEX_BYTES, left // 2)
+
+
+def _host_arena_bytes(config: DaemonConfig) -> int:
+    return 0 if config.gpu_arena and config.gpu_memory == "cuda" else config.gpu_arena or config.arena_bytes
+
+
 def _check_memory(config: DaemonConfig) -> None:
-    limit = memory_limit_bytes()
-    arena = 0 if config.gpu_arena and config.gpu_memory == "cuda" else config.gpu_arena or config.arena_bytes
+    limit, arena = memory_limit_bytes(), _host_arena_bytes(config)
     if arena > limit:
         raise ConfigurationError(
             f"arena_bytes is {format_size(arena)}, and this process may have {format_size(limit)} of memory (machine "

@@ -15,6 +15,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cache_daemon.remote.address import parse_remote
 
+_SIZES_OF = {"staging_bytes": "for staging", "store_bytes": "for a store", "index_bytes": "for an index"}
+_WITHOUT = {
+    "store_bytes": ", or --store none to keep nothing on disk",
+    "index_bytes": ", or 0 to choose it from the memory limit",
+}
+
 
 class DaemonConfig(BaseSettings):
     """Run the cache daemon: it keeps cached chunks in shared memory and on disk."""
@@ -75,6 +81,9 @@ class DaemonConfig(BaseSettings):
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
     """Staging memory of each session, from which the daemon copies at commit."""
+    index_bytes: int = 0
+    """Memory for the index of chunks in both tiers, at 8 KiB and 4 bytes per token for each chunk. 0: half of the
+    memory that arena and staging leave to the process."""
     eviction: Literal["gittins", "lru"] = "gittins"
     """Eviction policy; gittins learns when chunks are used again."""
     gpu_arena: int = 0
@@ -105,19 +114,19 @@ class DaemonConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimal severity of log messages."""
 
-    @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", mode="before")
+    @field_validator(
+        "arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", "index_bytes", mode="before"
+    )
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("arena_bytes", "gpu_arena", "staging_bytes", "store_bytes")
+    @field_validator("arena_bytes", "gpu_arena", "staging_bytes", "store_bytes", "index_bytes")
     @classmethod
     def _large_enough(cls, value: int, info: ValidationInfo) -> int:
-        if value < 1 << 20 and not (value == 0 and info.field_name == "gpu_arena"):
-            what = {"staging_bytes": "for staging", "store_bytes": "for a store"}.get(
-                str(info.field_name), "for an arena"
-            )
-            without = ", or --store none to keep nothing on disk" if info.field_name == "store_bytes" else ""
+        if value < 1 << 20 and not (value == 0 and info.field_name in ("gpu_arena", "index_bytes")):
+            what = _SIZES_OF.get(str(info.field_name), "for an arena")
+            without = _WITHOUT.get(str(info.field_name), "")
             raise ValueError(f"{value} bytes is too small {what}; at least 1MiB is needed{without}")
         return value
 

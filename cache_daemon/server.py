@@ -25,7 +25,7 @@ from kvsidecar.process.runtime_dir import ensure_private_dir
 
 from cache_daemon.auth.authenticator import PrincipalResolver, is_allowed, peer_credentials
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
-from cache_daemon.capacity_check import check_capacity
+from cache_daemon.capacity_check import check_capacity, index_bytes
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.encryption import cipher_for, key_from_file, parse_key
 from cache_daemon.durable.lmdb_tier import LmdbTier
@@ -137,6 +137,7 @@ async def _store(
             POLICIES[config.eviction],
             durable_budget_bytes=config.store_bytes if tier is not None else 0,
             staging_bytes=config.staging_bytes,
+            max_index_bytes=index_bytes(config),
             span=otel.work_span,
         ),
         accounts=TenantAccounts(

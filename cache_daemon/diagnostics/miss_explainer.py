@@ -29,6 +29,7 @@ _KINDS = {
     LossCause.RELEASED: (pb.MISS_KIND_DELETED, "session"),
     LossCause.ARENA_FULL: (pb.MISS_KIND_EVICTED, "arena"),
     LossCause.DISK_FULL: (pb.MISS_KIND_EVICTED, "disk"),
+    LossCause.INDEX_FULL: (pb.MISS_KIND_EVICTED, "index"),
     LossCause.ARENA_QUOTA: (pb.MISS_KIND_QUOTA, "arena"),
     LossCause.DISK_QUOTA: (pb.MISS_KIND_QUOTA, "disk"),
     LossCause.ENTRY_QUOTA: (pb.MISS_KIND_QUOTA, "entries"),

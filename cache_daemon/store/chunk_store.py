@@ -104,6 +104,7 @@ class ChunkStore:
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_quotas, disk_quotas, self._writer,
             StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
+            config.max_index_bytes,
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None

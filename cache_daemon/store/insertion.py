@@ -34,6 +34,14 @@ class InsertOutcome(enum.Enum):
     PARENT_MISSING = enum.auto()
     DELETED = enum.auto()
     ENTRIES_EXCEEDED = enum.auto()
+    INDEX_FULL = enum.auto()
+
+
+_OUTCOMES = {
+    None: InsertOutcome.INSERTED,
+    LossCause.ENTRY_QUOTA: InsertOutcome.ENTRIES_EXCEEDED,
+    LossCause.INDEX_FULL: InsertOutcome.INDEX_FULL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +149,10 @@ class Insertion:
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
-            made = tiers.enforce_entry_quota(new_chunk.tenant)
-            outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
-            if not made:
-                lost = (header.parent_prefix_hash, header.start_position, new_chunk.ids, LossCause.ENTRY_QUOTA)
+            cause = tiers.make_room_in_index(new_chunk.tenant, header.token_count)
+            outcome = _OUTCOMES[cause]
+            if cause is not None:
+                lost = (header.parent_prefix_hash, header.start_position, new_chunk.ids, cause)
                 tiers.record_loss(LostChunk(new_chunk.tenant, *lost))
         if outcome is not InsertOutcome.INSERTED:
             tiers.release_slot(new_chunk.slot)

@@ -19,6 +19,7 @@ class LossCause(enum.Enum):
     EXPIRED = enum.auto()
     ARENA_FULL = enum.auto()
     DISK_FULL = enum.auto()
+    INDEX_FULL = enum.auto()
     ARENA_QUOTA = enum.auto()
     DISK_QUOTA = enum.auto()
     ENTRY_QUOTA = enum.auto()

@@ -81,7 +81,7 @@ _SENTENCES = {
     ),
     MISS_UNKNOWN: ("the reason is unknown", "look at the daemon's log"),
 }
-_FLAGS = {"arena": "--arena-bytes", "disk": "--store-bytes"}
+_FLAGS = {"arena": "--arena-bytes", "disk": "--store-bytes", "index": "--index-bytes"}
 
 
 class MissReporter:

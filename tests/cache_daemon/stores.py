@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -108,6 +109,7 @@ async def opened(
     staging_bytes: int = 1 << 20,
     clock: FakeClock | None = None,
     remote: RemoteSettings | None = None,
+    max_index_bytes: float = inf,
 ) -> AsyncIterator[Bench]:
     """Run a store while the ``with`` block runs, then check its invariants. No lease may remain at the end.
 
@@ -118,7 +120,7 @@ async def opened(
     store = ChunkStore(
         MemoryArena(arena_bytes),
         faulty,
-        StoreConfig(new_policy, budget_bytes, staging_bytes, clock=clock),
+        StoreConfig(new_policy, budget_bytes, staging_bytes, max_index_bytes, clock=clock),
         accounts=TenantAccounts(lambda account: by_id.get(account, TenantLimits())),
         remote=remote,
     )

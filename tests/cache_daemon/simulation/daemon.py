@@ -72,7 +72,8 @@ class Daemon:
             self.store = ChunkStore(
                 self._arena(), self.tier if world.settings.durable else None,
                 StoreConfig(
-                    POLICIES[world.settings.policy], scene.DURABLE_BYTES, scene.STAGING_BYTES, clock=self.clock
+                    POLICIES[world.settings.policy], scene.DURABLE_BYTES, scene.STAGING_BYTES, scene.INDEX_BYTES,
+                    clock=self.clock,
                 ),
                 accounts=TenantAccounts(lambda tenant: scene.BY_TENANT[tenant]),
                 bloom_filter=CountingBloomFilter(self.bits),
@@ -340,6 +341,7 @@ class Daemon:
     def _check_quotas(self) -> None:
         tiers = self.store.tiers
         if tiers.disk_quotas is not None:
+            assert tiers.index.memory_bytes() <= scene.INDEX_BYTES, "the index's memory is exceeded"
             assert tiers.disk_quotas.used_bytes <= scene.DURABLE_BYTES, "the durable budget is exceeded"
         for salt, limits in scene.LIMITS.items():
             account = self.store.accounts.account_of(keys.tenant_id(salt))

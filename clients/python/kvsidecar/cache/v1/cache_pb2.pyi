@@ -165,7 +165,7 @@ class _CommitOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommitO
     COMMIT_OUTCOME_CHECKSUM_MISMATCH: _CommitOutcome.ValueType  # 2
     """The checksum of the daemon's copy differs from the request's checksum; the chunk was discarded."""
     COMMIT_OUTCOME_ARENA_FULL: _CommitOutcome.ValueType  # 3
-    """The arena is full: all of its chunks are leased, pinned or being written; try again later."""
+    """The arena or the index is full: all chunks are leased, pinned or being written; try again later."""
     COMMIT_OUTCOME_PARENT_MISSING: _CommitOutcome.ValueType  # 4
     """The parent is not stored any more, or was not committed."""
     COMMIT_OUTCOME_QUOTA_EXCEEDED: _CommitOutcome.ValueType  # 5
@@ -181,7 +181,7 @@ COMMIT_OUTCOME_COMMITTED: CommitOutcome.ValueType  # 1
 COMMIT_OUTCOME_CHECKSUM_MISMATCH: CommitOutcome.ValueType  # 2
 """The checksum of the daemon's copy differs from the request's checksum; the chunk was discarded."""
 COMMIT_OUTCOME_ARENA_FULL: CommitOutcome.ValueType  # 3
-"""The arena is full: all of its chunks are leased, pinned or being written; try again later."""
+"""The arena or the index is full: all chunks are leased, pinned or being written; try again later."""
 COMMIT_OUTCOME_PARENT_MISSING: CommitOutcome.ValueType  # 4
 """The parent is not stored any more, or was not committed."""
 COMMIT_OUTCOME_QUOTA_EXCEEDED: CommitOutcome.ValueType  # 5
