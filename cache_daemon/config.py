@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.byte_sizes import parse_size
+from kvsidecar.cli.service_settings import ServiceSettings
 from kvsidecar.durations import parse_duration
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
 from kvsidecar.telemetry.otel_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from cache_daemon.remote.address import parse_remote
 
 
-class DaemonConfig(BaseSettings):
+class DaemonConfig(ServiceSettings):
     """Run the cache daemon: it keeps cached chunks in shared memory and on disk."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_CACHE_", extra="forbid", frozen=True)
