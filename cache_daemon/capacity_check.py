@@ -31,8 +31,7 @@ def check_capacity(config: DaemonConfig) -> None:
 
 
 def _check_memory(config: DaemonConfig) -> None:
-    limit = memory_limit_bytes()
-    arena = 0 if config.gpu_arena and config.gpu_memory == "cuda" else config.gpu_arena or config.arena_bytes
+    limit, arena = memory_limit_bytes(), config.host_arena_bytes
     if arena > limit:
         raise ConfigurationError(
             f"arena_bytes is {format_size(arena)}, and this process may have {format_size(limit)} of memory (machine "

@@ -106,6 +106,11 @@ class DaemonConfig(ServiceSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimal severity of log messages."""
 
+    @property
+    def host_arena_bytes(self) -> int:
+        """Size of the arena in host memory; 0 if it is in GPU memory."""
+        return 0 if self.gpu_arena and self.gpu_memory == "cuda" else self.gpu_arena or self.arena_bytes
+
     @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
