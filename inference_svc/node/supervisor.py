@@ -20,7 +20,7 @@ from typing import ClassVar
 import structlog
 import uvloop
 from kvsidecar.cli.exec_service import of_another
-from kvsidecar.cli.flags import FlagParser, add_flags
+from kvsidecar.cli.flags import FlagParser, add_flags, format_flags
 from kvsidecar.cli.service_settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
@@ -161,7 +161,7 @@ class Supervisor:
             print(said, flush=True)
 
     def _daemon_command(self) -> list[str]:
-        return python_command("-m", "cache_daemon", *_flags(self._daemon_flags()))
+        return python_command("-m", "cache_daemon", *format_flags(self._daemon_flags()))
 
     def _daemon_flags(self) -> dict[str, object]:
         own = self._explicit("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
@@ -192,7 +192,7 @@ class Supervisor:
             if address := getattr(own, name):
                 first = parse_tcp(address)
                 flags[name] = TcpAddress(first.host, first.port and first.port + i)
-        return python_command("-m", "inference_svc", "worker", *_flags(flags))
+        return python_command("-m", "inference_svc", "worker", *format_flags(flags))
 
     @cached_property
     def _worker_memory_bytes(self) -> int:
@@ -206,7 +206,7 @@ class Supervisor:
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
         flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens", "alias", "claude_names")
         flags |= self._explicit("drain_seconds")
-        return python_command("-m", "inference_svc", "gateway", *_flags(flags))
+        return python_command("-m", "inference_svc", "gateway", *format_flags(flags))
 
     def _explicit(self, *names: str) -> dict[str, object]:
         """Return the settings of ``names`` that were set; each process reads the others from its environment."""
@@ -288,12 +288,6 @@ def worker_gpu(config: ServeConfig, worker: int) -> dict[str, str]:
     own = [numbers[(worker * ranks + rank) % len(numbers)] for rank in range(ranks)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[n] if visible else str(n) for n in own)}
-
-
-def _flags(settings: Mapping[str, object]) -> list[str]:
-    """Convert settings to flags, with one flag per value of a tuple."""
-    several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
-    return [f"--{name.replace('_', '-')}={value}" for name, values in several.items() for value in values]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -356,6 +356,12 @@ def test_a_wrong_setting_of_the_daemon_is_refused_before_anything_starts(
     assert "staging_bytes is '4k': 4000 bytes is too small for staging" in serve("demo")
 
 
+@pytest.mark.parametrize("name", ["lora_root", "cache_ca", "cache_cert", "cache_key", "cache_token_file"])
+def test_none_is_handed_on_as_none(children: Any, name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    assert f"{flag}=none" in children("demo", flag, "none")[0]
+
+
 def test_every_worker_gets_a_port_for_metrics_of_its_own(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSIDECAR_WORKER_METRICS_PORT", "9400")
     first, second, _ = children("demo", "--workers", "2")
