@@ -34,18 +34,15 @@ def check_capacity(config: DaemonConfig) -> None:
 def index_bytes(config: DaemonConfig) -> int:
     """Return the memory for the index.
 
-    By default, it is half of what arena and staging leave: a start reads all headers, and so takes twice the memory.
+    By default, it is a quarter of what arena and staging leave: a start reads all headers, which takes twice the
+    memory, and workers run beside the daemon.
     """
-    left = memory_limit_bytes() - _host_arena_bytes(config) - config.staging_bytes - PROCESS_BYTES
-    return config.index_bytes or max(_MIN_INDEX_BYTES, left // 2)
-
-
-def _host_arena_bytes(config: DaemonConfig) -> int:
-    return 0 if config.gpu_arena and config.gpu_memory == "cuda" else config.gpu_arena or config.arena_bytes
+    left = memory_limit_bytes() - config.host_arena_bytes - config.staging_bytes - PROCESS_BYTES
+    return config.index_bytes or max(_MIN_INDEX_BYTES, left // 4)
 
 
 def _check_memory(config: DaemonConfig) -> None:
-    limit, arena = memory_limit_bytes(), _host_arena_bytes(config)
+    limit, arena = memory_limit_bytes(), config.host_arena_bytes
     if arena > limit:
         raise ConfigurationError(
             f"arena_bytes is {format_size(arena)}, and this process may have {format_size(limit)} of memory (machine "

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.byte_sizes import parse_size
+from kvsidecar.cli.service_settings import ServiceSettings
 from kvsidecar.durations import parse_duration
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
 from kvsidecar.telemetry.otel_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from cache_daemon.remote.address import parse_remote
 
@@ -22,7 +23,7 @@ _WITHOUT = {
 }
 
 
-class DaemonConfig(BaseSettings):
+class DaemonConfig(ServiceSettings):
     """Run the cache daemon: it keeps cached chunks in shared memory and on disk."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_CACHE_", extra="forbid", frozen=True)
@@ -82,7 +83,7 @@ class DaemonConfig(BaseSettings):
     staging_bytes: int = 256 << 20
     """Staging memory of each session, from which the daemon copies at commit."""
     index_bytes: int = 0
-    """Memory for the index of chunks in both tiers, at 8 KiB and 4 bytes per token for each chunk. 0: half of the
+    """Memory for the index of chunks in both tiers, at 8 KiB and 4 bytes per token for each chunk. 0: a quarter of the
     memory that arena and staging leave to the process."""
     eviction: Literal["gittins", "lru"] = "gittins"
     """Eviction policy; gittins learns when chunks are used again."""
@@ -113,6 +114,11 @@ class DaemonConfig(BaseSettings):
     """Maximal size of the trace."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimal severity of log messages."""
+
+    @property
+    def host_arena_bytes(self) -> int:
+        """Size of the arena in host memory; 0 if it is in GPU memory."""
+        return 0 if self.gpu_arena and self.gpu_memory == "cuda" else self.gpu_arena or self.arena_bytes
 
     @field_validator(
         "arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", "index_bytes", mode="before"

@@ -1,7 +1,7 @@
 """The inference worker with its engine, the gateway, and the node supervisor.
 
-Imports ``kvsidecar`` (stubs, formats, KV transfer) and ``kvkernels``. It never imports ``cache_daemon``: the supervisor
-runs the daemon as a separate process.
+Imports ``kvsidecar`` (stubs, formats, KV transfer) and ``kvkernels``. No module imports ``cache_daemon``: the
+supervisor runs the daemon as a separate process, and reads its settings through ``kvsidecar.cli.exec_service``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from kvsidecar.cli.service_settings import ServiceSettings
 from kvsidecar.process.runtime_dir import default_runtime_dir
 from kvsidecar.telemetry.otel_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.fleet.node_addresses import NodeAddress, parse_node_addresses
 from inference_svc.gateway.model_aliases import parse_aliases
@@ -19,7 +20,7 @@ _HOST = re.compile(r"[\w.-]+", re.ASCII)
 _ORIGIN = re.compile(r"https?://[^\s/?#@,]+", re.ASCII)
 
 
-class GatewayConfig(BaseSettings):
+class GatewayConfig(ServiceSettings):
     """The HTTP gateway: OpenAI's API in front of a node's workers or, with --nodes, of a fleet."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_GATEWAY_", extra="forbid", frozen=True)

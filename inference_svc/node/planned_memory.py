@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-
 import structlog
-from kvsidecar.byte_sizes import format_size, parse_size
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.process.free_memory import memory_limit_bytes
 
+from inference_svc.node.daemon_settings import DaemonSettings
 from inference_svc.server.preflight import has_host_pool
 from inference_svc.server.worker_config import ModelSettings
 
 log = structlog.get_logger("serve")
 
 
-def warn_of_planned_memory(worker: ModelSettings, num_workers: int, arena_bytes: str) -> None:
+def warn_of_planned_memory(worker: ModelSettings, num_workers: int, daemon: DaemonSettings) -> None:
     """Warn if the planned memory exceeds the available memory. The model's weights are not part of the plan."""
-    try:
-        arena = parse_size(arena_bytes)
-        staging = num_workers * parse_size(os.environ.get("KVSIDECAR_CACHE_STAGING_BYTES", "256MiB"))
-    except ValueError:  # the daemon will report it
-        return
+    arena, staging = daemon.arena_bytes, num_workers * daemon.staging_bytes
     on_host = has_host_pool(worker)
     beyond = 0 if on_host or worker.overflow_bytes == "auto" else worker.overflow_bytes
     limit, pools = memory_limit_bytes(), num_workers * (worker.planned_pool_bytes if on_host else beyond)

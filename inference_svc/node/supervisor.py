@@ -19,9 +19,8 @@ from typing import ClassVar
 
 import structlog
 import uvloop
-from kvsidecar.byte_sizes import parse_size
 from kvsidecar.cli.exec_service import of_another
-from kvsidecar.cli.flags import FlagParser, add_flags
+from kvsidecar.cli.flags import FlagParser, add_flags, format_flags
 from kvsidecar.cli.service_settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
@@ -38,6 +37,7 @@ from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.models.model_check import cuda_devices
+from inference_svc.node.daemon_settings import read_daemon_settings, remote_daemon_settings
 from inference_svc.node.liveness_probe import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.node.planned_memory import warn_of_planned_memory
@@ -101,6 +101,9 @@ class Supervisor:
         self._children: list[RestartingProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self.cache_socket = config.runtime_dir / CACHE_SOCKET
+        self.daemon_settings = (
+            remote_daemon_settings() if worker.cache_address else read_daemon_settings(self._daemon_flags())
+        )
         self.worker_sockets = [config.runtime_dir / f"worker-{i}.sock" for i in range(config.workers)]
 
     async def run(self) -> int:
@@ -158,8 +161,11 @@ class Supervisor:
             print(said, flush=True)
 
     def _daemon_command(self) -> list[str]:
-        flags = self._explicit("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
-        return python_command("-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags))
+        return python_command("-m", "cache_daemon", *format_flags(self._daemon_flags()))
+
+    def _daemon_flags(self) -> dict[str, object]:
+        own = self._explicit("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
+        return {"socket": self.cache_socket, **own}
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
         own = self._worker
@@ -178,7 +184,7 @@ class Supervisor:
             flags["threads"] = max(1, usable_cpus() // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
             flags["memory_bytes"] = self._worker_memory_bytes
-        if "overflow_bytes" not in own.model_fields_set and self._store_is_private():
+        if "overflow_bytes" not in own.model_fields_set and self.daemon_settings.private_store:
             flags["overflow_bytes"] = 0
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i
@@ -186,16 +192,12 @@ class Supervisor:
             if address := getattr(own, name):
                 first = parse_tcp(address)
                 flags[name] = TcpAddress(first.host, first.port and first.port + i)
-        return python_command("-m", "inference_svc", "worker", *_flags(flags))
+        return python_command("-m", "inference_svc", "worker", *format_flags(flags))
 
     @cached_property
     def _worker_memory_bytes(self) -> int:
         """Memory of a worker: its share of the free memory before the start, without the arena."""
-        try:
-            arena = parse_size(self._config.arena_bytes)
-        except ValueError:  # the daemon will report it
-            arena = 0
-        return max(1, (free_bytes() - arena) // self._config.workers)
+        return max(1, (free_bytes() - self.daemon_settings.arena_bytes) // self._config.workers)
 
     def _gateway_command(self) -> list[str]:
         workers = ",".join(map(str, self.worker_sockets))
@@ -204,12 +206,7 @@ class Supervisor:
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
         flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens", "alias", "claude_names")
         flags |= self._explicit("drain_seconds")
-        return python_command("-m", "inference_svc", "gateway", *_flags(flags))
-
-    def _store_is_private(self) -> bool:
-        """True without a store or with an encrypted store: then keys and values must not overflow to a plain file."""
-        encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
-        return self._config.store == "none" or encrypted
+        return python_command("-m", "inference_svc", "gateway", *format_flags(flags))
 
     def _explicit(self, *names: str) -> dict[str, object]:
         """Return the settings of ``names`` that were set; each process reads the others from its environment."""
@@ -293,12 +290,6 @@ def worker_gpu(config: ServeConfig, worker: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[n] if visible else str(n) for n in own)}
 
 
-def _flags(settings: Mapping[str, object]) -> list[str]:
-    """Convert settings to flags, with one flag per value of a tuple."""
-    several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
-    return [f"--{name.replace('_', '-')}={value}" for name, values in several.items() for value in values]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run ``kvsidecar serve``. Returns the exit code: 0 stopped, 1 a child failed to start, 2 bad settings."""
     parser = FlagParser(
@@ -328,8 +319,8 @@ def main(arguments: Sequence[str]) -> int:
                 _refuse_second_daemon(config.runtime_dir / CACHE_SOCKET)
             lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
             worker = checked_settings(worker)
-            warn_of_planned_memory(worker, config.workers, "0" if worker.cache_address else config.arena_bytes)
             node = Supervisor(config, worker, lock)
+            warn_of_planned_memory(worker, config.workers, node.daemon_settings)
 
             async def run() -> int:
                 return await node.run()

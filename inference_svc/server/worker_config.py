@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from kvsidecar.byte_sizes import parse_size
+from kvsidecar.cli.service_settings import ServiceSettings
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
 from kvsidecar.telemetry.otel_export import validate_endpoint
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from inference_svc.kv_pool import MAX_BRANCHES
 
@@ -23,7 +24,7 @@ _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 512, 2048
 HOST_POOL_BYTES = 2 << 30
 
 
-class ModelSettings(BaseSettings):
+class ModelSettings(ServiceSettings):
     """Settings common to `kvsidecar worker` and `kvsidecar serve`; serve passes them to its workers."""
 
     flags_title: ClassVar[str] = "the model, and how workers compute"

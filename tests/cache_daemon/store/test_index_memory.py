@@ -110,9 +110,9 @@ def test_the_heap_of_a_daemon_does_not_grow_with_tiny_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("given", "limit", "expected"),
-    [("0", 4 << 30, (3 << 30) // 2 - (192 << 20)), ("0", 1 << 30, 64 << 20), ("2MiB", 4 << 30, 2 << 20)],
+    [("0", 4 << 30, ((3 << 30) - (384 << 20)) // 4), ("0", 1 << 30, 64 << 20), ("2MiB", 4 << 30, 2 << 20)],
 )
-def test_the_default_is_half_of_the_memory_that_is_left(
+def test_the_default_is_quarter_of_the_memory_that_is_left(
     given: str, limit: int, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(capacity_check, "memory_limit_bytes", lambda: limit)

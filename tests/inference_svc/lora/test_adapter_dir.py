@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvsidecar.cli.flags import FlagParser, add_flags
+from kvsidecar.cli.flags import FlagParser, add_flags, format_flags
 from kvsidecar.cli.service_settings import read_settings
 from kvsidecar.errors import ConfigurationError
 from safetensors.torch import save_file
@@ -21,7 +21,6 @@ from inference_svc.lora import peft_config
 from inference_svc.lora.adapter_dir import open_adapter_dir
 from inference_svc.lora.adapter_weights import AdapterWeights, Linears, read_weights
 from inference_svc.models.loader import LoadedModel
-from inference_svc.node.supervisor import _flags
 from inference_svc.server.preflight import checked_settings, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.lora.random_adapters import linears, tensors, write
@@ -200,7 +199,7 @@ def test_the_setting(layers: Linears, tmp_path: Path) -> None:
     assert list(config.adapters) == ["law", "med", "x"]
     assert [folder.name for folder in open_adapters(config)] == ["law", "med", "x"]
     assert open_adapters(config)[0].max_bytes == 12 * sum(t.numel() for t in tensors(layers, 1).values())
-    assert _flags({"lora": config.lora, "port": 1}) == [
+    assert format_flags({"lora": config.lora, "port": 1}) == [
         *(f"--lora={name}={place}" for name in config.adapters),
         "--port=1",
     ]

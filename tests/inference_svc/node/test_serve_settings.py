@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from benchmarks.node import free_port
 from cache_daemon.config import DaemonConfig
 from inference_svc.models.model_resolver import DEMO_MODEL
-from inference_svc.node import supervisor
+from inference_svc.node import planned_memory, supervisor
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
@@ -94,6 +94,19 @@ def test_nothing_overflows_to_disk_where_texts_are_to_stay_off_it(
     assert told("--store", "none", "--overflow-bytes", "1GiB") == [f"--overflow-bytes={1 << 30}"]
     monkeypatch.setenv("KVSIDECAR_CACHE_STORE_KEY", "x" * 64)
     assert told() == ["--overflow-bytes=0"]
+
+
+def test_overflow_follows_the_store_that_the_daemon_will_use(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*flags: str) -> list[str]:
+        return [part for part in children("demo", *flags)[0] if part.startswith("--overflow-bytes")]
+
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE", "none")
+    assert told() == ["--overflow-bytes=0"], "the daemon reads the variable"
+    assert told("--store", "a-folder") == [], "the flag overrides the variable"
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE", "a-folder")
+    assert told() == []
+    monkeypatch.setenv("KVSIDECAR_STORE", "none")
+    assert told() == ["--overflow-bytes=0"], "serve passes its own variable as a flag"
 
 
 def test_each_worker_answers_vllms_contract_at_a_port_of_its_own(children: Any, serve: Any) -> None:
@@ -311,6 +324,42 @@ def test_every_worker_gets_its_share_of_the_memory_that_the_arena_leaves(
     assert f"--memory-bytes={2 << 30}" in second
     assert not [flag for flag in children("demo", "--stream", "off")[0] if "memory-bytes" in flag]
     assert "--memory-bytes=1073741824" in children("demo", "--memory-bytes", "1GiB")[0]
+
+
+def test_memory_is_planned_with_the_arena_that_the_daemon_will_use(
+    children: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "free_bytes", lambda: 5 << 30)
+    monkeypatch.setattr(planned_memory, "memory_limit_bytes", lambda: 3 << 30)
+
+    def planned(*flags: str) -> tuple[bool, bool]:
+        """Whether a worker gets all free memory but 3 GiB, and whether the plan exceeds the limit."""
+        worker = children("demo", "--device=cpu", "--pool-bytes=1GiB", *flags)[0]
+        return f"--memory-bytes={2 << 30}" in worker, "memory is planned above the limit" in capsys.readouterr().err
+
+    assert planned() == (False, False)
+    monkeypatch.setenv("KVSIDECAR_CACHE_ARENA_BYTES", "3GiB")
+    assert planned() == (True, True)
+    assert planned("--arena-bytes", "1GiB") == (False, False), "the flag overrides the variable"
+    monkeypatch.setenv("KVSIDECAR_CACHE_GPU_ARENA", "1GiB")
+    assert planned() == (False, False), "the arena is in GPU memory"
+    monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "2GiB")
+    assert planned() == (False, False)
+    monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "2100MiB")
+    assert planned() == (False, True)
+
+
+def test_a_wrong_setting_of_the_daemon_is_refused_before_anything_starts(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "4k")
+    assert "staging_bytes is '4k': 4000 bytes is too small for staging" in serve("demo")
+
+
+@pytest.mark.parametrize("name", ["lora_root", "cache_ca", "cache_cert", "cache_key", "cache_token_file"])
+def test_none_is_handed_on_as_none(children: Any, name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    assert f"{flag}=none" in children("demo", flag, "none")[0]
 
 
 def test_every_worker_gets_a_port_for_metrics_of_its_own(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:

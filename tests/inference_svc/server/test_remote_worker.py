@@ -13,6 +13,7 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.network_links import link, why_none
 from benchmarks.node import Node
 from benchmarks.two_hosts import two_hosts
+from inference_svc.node import supervisor
 from inference_svc.node.supervisor import ServeConfig, Supervisor, _worker_settings
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.worker_config import WorkerConfig
@@ -80,6 +81,23 @@ def test_a_worker_on_another_host_answers_with_the_same_bits_as_one_of_this() ->
 def test_settings_that_cannot_be_meant_are_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         daemon_address(read_settings(WorkerConfig, given, None))
+
+
+def test_a_daemon_elsewhere_takes_no_memory_here_and_has_an_unknown_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "free_bytes", lambda: 5 << 30)
+    config = read_settings(ServeConfig, {"model": "demo", "cache_address": "127.0.0.1:7401"}, None)
+
+    def told(name: str) -> list[str]:
+        command = Supervisor(config, _worker_settings(config))._worker_command(0, tmp_path / "w.sock")
+        return [flag for flag in command if flag.startswith(name)]
+
+    assert told("--memory-bytes") == [f"--memory-bytes={5 << 30}"]
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE", "none")
+    assert told("--overflow-bytes") == [], "the variable is for a daemon of this node"
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE_KEY", "x" * 64)
+    assert told("--overflow-bytes") == ["--overflow-bytes=0"]
 
 
 def test_a_node_with_a_daemon_elsewhere_has_none_of_its_own(tmp_path: Path) -> None:

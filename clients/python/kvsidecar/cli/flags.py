@@ -10,7 +10,7 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -119,6 +119,16 @@ def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
             action.help = f"{texts.get(name, '')} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%")
 
     parser.describe_by(describe)
+
+
+def format_flags(settings: Mapping[str, object]) -> list[str]:
+    """Convert settings to flags, with one flag per value of a tuple, and the text ``none`` for None."""
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return [
+        f"--{name.replace('_', '-')}={'none' if value is None else value}"
+        for name, values in several.items()
+        for value in values
+    ]
 
 
 def _lineage(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:

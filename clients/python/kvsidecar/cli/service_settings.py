@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast, get_args
 
 import structlog
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from pydantic_settings import BaseSettings
 
 from kvsidecar.cli.flags import FlagParser, add_flags, did_you_mean
 from kvsidecar.cli.printable import printable
 from kvsidecar.errors import ConfigurationError, KVSidecarError
-
-S = TypeVar("S", bound=BaseSettings)
 
 # The prefixes of the services, and of the benchmarks. Each service refuses unknown variables with its own prefix.
 _PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_", "KVSIDECAR_BENCH_")
@@ -35,6 +33,23 @@ _COMMAND_VARIABLES = frozenset({"KVSIDECAR_API_KEY", "KVSIDECAR_CACHE_STAGING_DI
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^\s]*@")
 # Kubernetes puts these variables into every container if a Service is called kvsidecar.
 _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+
+
+class ServiceSettings(BaseSettings):
+    """Base class of a service's settings.
+
+    If a setting may be None, the text ``none`` means None in flags, environment and file. The path with this name is
+    ``./none``.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, values: dict[str, Any]) -> dict[str, Any]:
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {name: None if value == "none" and name in optional else value for name, value in values.items()}
+
+
+S = TypeVar("S", bound=ServiceSettings)
 
 
 def read_settings(settings: type[S], given: dict[str, Any], config: Path | None) -> S:
@@ -47,12 +62,7 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
     values = {} if config is None else _read_file(settings, config)
     try:
         from_environment = settings().model_dump(exclude_unset=True) if values else {}
-        merged = {**values, **from_environment, **given}
-        for name, value in merged.items():
-            field = settings.model_fields.get(name)
-            if field is not None and value == "none" and type(None) in get_args(field.annotation):
-                merged[name] = None
-        return settings(**merged)
+        return settings(**{**values, **from_environment, **given})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(p) for p in first["loc"]) or "the settings"
