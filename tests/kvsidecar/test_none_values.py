@@ -61,6 +61,22 @@ def test_a_flag_overrides_none_in_the_environment(monkeypatch: pytest.MonkeyPatc
     assert read_settings(DaemonConfig, {"store": "none"}, None).store is None
 
 
+def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store was the current folder."""
+    default = DaemonConfig().store
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE", "")
+    assert read_settings(DaemonConfig, {}, None).store == default
+    assert read_settings(DaemonConfig, {"trace": "t"}, None).store == default
+
+
+def test_the_environment_may_complete_a_rule_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The environment was checked alone, where its CA had no remote tier."""
+    file = tmp_path / "daemon.toml"
+    file.write_text('remote = "rediss://cache:6379"\n')
+    monkeypatch.setenv("KVSIDECAR_CACHE_REMOTE_CA", "/srv/ca.pem")
+    assert read_settings(DaemonConfig, {}, file).remote_ca == Path("/srv/ca.pem")
+
+
 def test_settings_made_in_python_know_none_too() -> None:
     assert WorkerConfig(cache_socket="none").cache_socket is None  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO, TypeVar, cast, get_args
 
 import structlog
 from pydantic import ValidationError, model_validator
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from kvsidecar.cli.flags import FlagParser, add_flags, did_you_mean
 from kvsidecar.cli.printable import printable
@@ -39,8 +39,10 @@ class ServiceSettings(BaseSettings):
     """Base class of a service's settings.
 
     If a setting may be None, the text ``none`` means None in flags, environment and file. The path with this name is
-    ``./none``.
+    ``./none``. An empty variable is as good as none at all.
     """
+
+    model_config = SettingsConfigDict(env_ignore_empty=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -61,8 +63,7 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
     refuse_unknown_variables(settings)
     values = {} if config is None else _read_file(settings, config)
     try:
-        from_environment = settings().model_dump(exclude_unset=True) if values else {}
-        return settings(**{**values, **from_environment, **given})
+        return settings(**{**values, **EnvSettingsSource(settings)(), **given})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(p) for p in first["loc"]) or "the settings"
