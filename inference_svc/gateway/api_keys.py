@@ -146,8 +146,11 @@ class ApiKeys:
 
 def _sent_key(headers: Headers) -> bytes:
     """Return the bearer token or, without one, the value of Anthropic's ``x-api-key``. It may be any bytes."""
-    sent = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-    return sent.encode("latin-1")
+    sent = headers.get("authorization", "")
+    scheme, _, token = sent.partition(" ")
+    if scheme.lower() == "bearer":
+        sent = token.lstrip(" ")
+    return (sent or headers.get("x-api-key", "")).encode("latin-1")
 
 
 def _equal(given: bytes, key: str) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor
 # At lower temperatures any difference between two logits makes the less likely token impossible, so sampling is greedy.
 GREEDY_BELOW = 1e-5
 MAX_TOP_K = 2**31 - 1
+# Logits that are divided by this and by a small temperature stay finite. Requests carry the value as a float32.
+_MIN_REPETITION_PENALTY = float(np.float32(0.01))
 _MAX_LOGIT_BIAS = 1024
 
 
@@ -49,7 +51,7 @@ class SamplingParams:
         _within("top_k", self.top_k, 0 <= self.top_k <= MAX_TOP_K, f"0 (all) to {MAX_TOP_K}")
         _within("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 (all) to 1")
         repetition = self.repetition_penalty
-        _within("repetition_penalty", repetition, 0.0 < repetition <= 10.0, "values above 0, up to 10")
+        _within("repetition_penalty", repetition, _MIN_REPETITION_PENALTY <= repetition <= 10.0, "0.01 to 10")
         for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             _within(f"{name}_penalty", value, -2.0 <= value <= 2.0, "-2 to 2")
         if len(self.logit_bias) > _MAX_LOGIT_BIAS:

@@ -56,6 +56,7 @@ class Node:
     in_flight: int = 0  # this gateway's own requests to the node
     why: str = "it has not answered yet"
     _num_timeouts: int = 0
+    _is_due: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
     def route_candidate(self, held_tokens: int = 0) -> RouteCandidate:
@@ -94,6 +95,17 @@ class Node:
             if asyncio.get_running_loop().time() < deadline:
                 raise NodeFailed(self.why) from None
             raise
+
+    def poll_soon(self) -> None:
+        """End the wait for the next poll."""
+        self._is_due.set()
+
+    async def wait_for_poll(self) -> None:
+        """Wait until the next poll is due."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_SECONDS if self.alive else _WAITING_POLL_SECONDS):
+                await self._is_due.wait()
+        self._is_due.clear()
 
     async def poll(self, client: httpx.AsyncClient) -> None:
         """Query the node's serving status, and update this state."""
@@ -200,7 +212,7 @@ class NodeDiscovery:
     async def _poll(self, node: Node) -> None:
         """Poll the node until it is removed and has no requests of this gateway."""
         while not node.removed or node.in_flight:
-            await asyncio.sleep(_POLL_SECONDS if node.alive else _WAITING_POLL_SECONDS)
+            await node.wait_for_poll()
             await node.poll(self._client)
         del self._nodes[node.url], self._tasks[node.url]  # a cluster rarely reuses a pod's address
 

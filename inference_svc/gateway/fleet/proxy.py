@@ -30,7 +30,7 @@ log = structlog.get_logger("gateway")
 
 # A prompt that crashes nodes crashes at most this many.
 MAX_TRIES = 3
-# These statuses mean that the node or its workers are down.
+# These statuses may mean that the node's workers are down; a poll tells.
 _RETRY_STATUS = frozenset({502, 503})
 _BUSY, _UNAUTHORIZED = frozenset({429, 529}), 401
 _EVENTS = "text/event-stream"
@@ -97,7 +97,7 @@ class Proxy:
             except _NodeRefusal as error:
                 refused, why = error.answer, str(error)
                 if error.answer.status_code not in _BUSY:
-                    node.down(why)
+                    node.poll_soon()
             except NodeFailed as error:
                 why = str(error)
                 node.down(why)

@@ -123,21 +123,32 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Convert items to chat messages. A reasoning item becomes part of the assistant's message right after it."""
+    """Convert items to chat messages.
+
+    Reasoning belongs to the assistant's turn that follows it; items of hosted tools may be between them. Consecutive
+    reasoning items become one text. Reasoning without such a turn is left out.
+    """
     found: list[dict[str, Any]] = []
-    thought = ""
+    thoughts: list[str] = []
     for item in items:
+        if isinstance(item, HostedItem):
+            continue
+        if isinstance(item, ReasoningItem):
+            if text := item.text():
+                thoughts.append(text)
+            continue
         if isinstance(item, MessageItem):
             found.append({"role": item.role, "content": _content(item.content)})
         elif isinstance(item, ResultItem):
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
-        elif isinstance(item, CallItem):
-            add_call(found, item.call_id, item.name, item.arguments)
-        elif isinstance(item, CustomCallItem):
-            add_call(found, item.call_id, item.name, json.dumps({"input": item.input}))
-        if thought and found and found[-1]["role"] == "assistant":
-            found[-1].setdefault("reasoning_content", thought)
-        thought = item.text() if isinstance(item, ReasoningItem) else ""
+        else:
+            if thoughts:  # a call after reasoning begins a new turn
+                found.append({"role": "assistant", "content": None})
+            arguments = item.arguments if isinstance(item, CallItem) else json.dumps({"input": item.input})
+            add_call(found, item.call_id, item.name, arguments)
+        if thoughts and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = "\n\n".join(thoughts)
+        thoughts.clear()
     return found
 
 

@@ -36,6 +36,25 @@ async def test_callers_without_the_key_make_no_spans() -> None:
 
 
 @pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Authorization": "bearer right"}, 200),
+        ({"Authorization": "BEARER  right"}, 200),
+        ({"Authorization": "bearer RIGHT"}, 401),
+        ({"Authorization": "basic right"}, 401),
+        ({"Authorization": "bearer wrong", "x-api-key": "right"}, 401),
+        ({"Authorization": "bearer", "x-api-key": "right"}, 200),
+    ],
+)
+async def test_the_scheme_of_a_key_may_have_any_case(headers: dict[str, str], code: int) -> None:
+    """RFC 9110, 11.1 and 11.4: the scheme ignores case, and one or more spaces separate it from the token."""
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, api_key="right"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.get("/kvsidecar/v1/serving", headers=headers)
+    assert answer.status_code == code, answer.text
+
+
+@pytest.mark.parametrize(
     ("keys", "key", "told"),
     [
         ({}, "", True),

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
 from tests.inference_svc.gateway.conftest import Gateway
@@ -73,6 +74,23 @@ def test_a_seed_has_64_bits(gateway: Gateway, path: str, seed: int) -> None:
     error = httpx.post(f"{gateway.url}{path}", json=body, timeout=60).json()["error"]
     assert (error["param"], error["constraint"]) == ("seed", "greater_than_equal" if seed < 0 else "less_than_equal")
     assert str(2**63 - (seed > 0)) in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/invocations"])
+def test_a_repetition_penalty_has_a_smallest_value(gateway: Gateway, path: str) -> None:
+    """1e-38 divided logits to infinity: the answer was 500. The float32 of 0.01 is below 0.01."""
+    body: dict[str, Any] = {"model": "demo"}
+    body |= {"input": "x"} if path == "/v1/responses" else {"messages": HELLO} if "chat" in path else {"prompt": "x"}
+    answer = httpx.post(f"{gateway.url}{path}", json=body | {"repetition_penalty": 1e-38}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "repetition_penalty")
+    assert answer.json()["error"]["message"].endswith("; allowed are 0.01 to 10")
+    assert gateway.post(path, **body, repetition_penalty=0.01)
+
+
+def test_our_protocol_refuses_a_too_small_repetition_penalty(two: Node) -> None:
+    with pytest.raises(InvalidRequest, match=r"repetition_penalty is .*; allowed are 0\.01 to 10"):
+        two.client(0).generate("hello", max_tokens=1, repetition_penalty=1e-38)
+    assert two.client(0).generate("hello", max_tokens=1, repetition_penalty=0.01).token_ids
 
 
 def test_fields_that_are_wrong_in_the_same_way_are_named_together(gateway: Gateway) -> None:

@@ -293,7 +293,7 @@ def test_logprobs_are_those_of_temperature_one_and_of_the_model_alone() -> None:
     ("field", "value"),
     [("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
      ("top_k", -1), ("top_k", 2**33), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
-     ("frequency_penalty", -2.5)],
+     ("frequency_penalty", -2.5), ("repetition_penalty", 1e-38), ("repetition_penalty", 0.0099)],
 )  # fmt: skip
 def test_values_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=f"{field} is"):
@@ -313,6 +313,15 @@ def test_a_repetition_penalty_makes_no_token_likelier() -> None:
     """Of a negative logit it takes something, too, instead of dividing it towards zero."""
     seen = SamplingState(SamplingParams(temperature=0.0, repetition_penalty=2.0), None, [1])
     assert one(seen, torch.tensor([-3.0, -2.0, -9.0])) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.1e-5, 2.0])
+@pytest.mark.parametrize("top_p", [1e-38, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 1e-38, 1.0])
+def test_the_smallest_values_leave_a_token(temperature: float, top_p: float, min_p: float) -> None:
+    smallest = float(np.float32(0.01))  # as a request carries it
+    params = SamplingParams(temperature, top_p, min_p=min_p, repetition_penalty=smallest, logit_bias={1: 100.0}, seed=1)
+    assert one(SamplingState(params, None, range(5)), 10_000 * LOGITS) == 3
 
 
 def test_an_answer_does_not_end_before_min_tokens() -> None:

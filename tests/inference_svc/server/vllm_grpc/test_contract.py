@@ -213,6 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": -1}, "prompt_logprobs is -1; allowed are 0 to 20"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias has token -1"),
     ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
+    ({"repetition_penalty": 1e-38}, "allowed are 0.01 to 10"),
     ({"max_tokens": 0}, "max_tokens is 0; at least 1 is needed"),
     ({"min_tokens": 10**6}, "min_tokens is 1000000"),
     ({"stop": [""]}, "stop has an empty string"),

@@ -488,8 +488,8 @@ class Sampling(_message.Message):
     min_p: _builtins.float
     """Sample from tokens with at least this share of the most likely token's probability, 0 to 1. Default 0."""
     repetition_penalty: _builtins.float
-    """Divides the positive logits of tokens in the prompt or the answer, and multiplies their negative logits; above 0
-    and at most 10. Default 1.
+    """Divides the positive logits of tokens in the prompt or the answer, and multiplies their negative logits; 0.01
+    to 10. Default 1.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
