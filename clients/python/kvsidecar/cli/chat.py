@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.http_client import ApiKey, HttpClient, Url, asking
+from kvsidecar.cli.gateway_target import ApiKey, Url
+from kvsidecar.cli.http_client import HttpClient, asking
 from kvsidecar.cli.worker_client import Adapter, Address, console, show_costs
 from kvsidecar.client import Client, Completion
 from kvsidecar.models.model_library import BUILT_IN

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.http_client import ApiKey, Url, asking
+from kvsidecar.cli.gateway_target import ApiKey, Url
+from kvsidecar.cli.http_client import asking
 from kvsidecar.cli.worker_client import Adapter, Address, console, show_costs
 from kvsidecar.client import Completion
 

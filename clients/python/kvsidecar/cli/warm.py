@@ -14,6 +14,7 @@ import typer
 
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.cli.cache.daemon_target import salt_bytes
+from kvsidecar.cli.gateway_target import ApiKey, Url, gateway_client
 from kvsidecar.cli.worker_client import Adapter, Address, connected, console
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
@@ -58,10 +59,8 @@ def warm(
     ],
     worker: Address = None,
     model: Adapter = "",
-    url: Annotated[
-        str, typer.Option(help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
-    ] = "",
-    api_key: Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")] = "",
+    url: Url = "",
+    api_key: ApiKey = "",
     salt: Annotated[
         str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; empty for the default tenant.")
     ] = "",
@@ -78,8 +77,6 @@ def warm(
 
     if url and worker is not None:
         raise InvalidRequest("give --worker or --url, not both")
-    if url and not url.startswith(("http://", "https://")):
-        raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
     if wait and not url:
         raise InvalidRequest("--wait is for a gateway; give its --url")
     found, deadline = texts(prompts), time.monotonic() + (_seconds("--within", within) or _NO_HURRY_SECONDS)
@@ -183,8 +180,7 @@ def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wa
         named = salt_bytes(salt).decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest("a gateway takes salts that are text in UTF-8; warm at the worker instead") from error
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=None) as client:
+    with gateway_client(url, api_key, None) as client:
 
         def read(text: Text, seconds: float) -> Warmed:
             if seconds <= 0:
