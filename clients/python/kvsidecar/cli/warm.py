@@ -69,7 +69,11 @@ def warm(
     ] = "",
     ttl: Annotated[str, typer.Option(help="TTL of the stored chunks, as 1h or 7d; default: no expiry.")] = "",
     wait: Annotated[
-        str, typer.Option(help="How long to wait for the gateway to come up, as 10m; with --url.", show_default=False)
+        str,
+        typer.Option(
+            help="How long to wait for the gateway to come up, as 10m; with --url. The wait is a part of --within.",
+            show_default=False,
+        ),
     ] = "",
 ) -> None:
     """Prefill texts into the cache ahead of requests."""
@@ -79,10 +83,12 @@ def warm(
         raise InvalidRequest("give --worker or --url, not both")
     if wait and not url:
         raise InvalidRequest("--wait is for a gateway; give its --url")
-    found, deadline = texts(prompts), time.monotonic() + (_seconds("--within", within) or _NO_HURRY_SECONDS)
+    wait_seconds = _seconds("--wait", wait)
+    allowed_seconds = _seconds("--within", within) or wait_seconds + _NO_HURRY_SECONDS
+    found, deadline = texts(prompts), time.monotonic() + allowed_seconds
     kept = _kept(ttl)
     reaching = (
-        _gateway(url, api_key, salt, model, kept, _seconds("--wait", wait))
+        _gateway(url, api_key, salt, model, kept, wait_seconds)
         if url
         else _worker(worker, salt, model, kept, deadline - time.monotonic())
     )
@@ -183,24 +189,25 @@ def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wa
     with gateway_client(url, api_key, None) as client:
 
         def read(text: Text, seconds: float) -> Warmed:
-            if seconds <= 0:
-                raise DeadlineExceeded("the time is over")
+            deadline = time.monotonic() + seconds
             body = (
                 text.fields
-                | {
-                    "model": model,
-                    "cache_salt": named,
-                    "within_seconds": min(seconds, _NO_HURRY_SECONDS),
-                }
+                | {"model": model, "cache_salt": named}
                 | ({} if kept is None else {"cache_ttl_seconds": kept})
             )
             while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded("the time is over")
+                timeout = httpx.Timeout(left + 5, connect=min(left, 5))
+                allowed = {"within_seconds": min(left, _NO_HURRY_SECONDS)}
                 try:
-                    return _warmed(client.post(_PATH, json=body, timeout=httpx.Timeout(seconds + 5, connect=5)))
+                    return _warmed(client.post(_PATH, json=body | allowed, timeout=timeout))
                 except httpx.ReadTimeout:
                     raise DeadlineExceeded("the gateway did not answer in time") from None
                 except (httpx.TransportError, Unavailable) as error:
-                    if time.monotonic() > until:
+                    now = time.monotonic()
+                    if now > until or now + _PAUSE_SECONDS > deadline:
                         raise Unavailable(f"no gateway serves at {url}: {error}") from error
                     time.sleep(_PAUSE_SECONDS)
 
