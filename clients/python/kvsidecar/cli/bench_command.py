@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.bench.log_replay import LogReplay
+from kvsidecar.cli.gateway_target import check_key
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _ROWS = {
@@ -35,7 +36,9 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Always generate max-tokens tokens (vLLM's option).")
     ] = False,
     completions: Annotated[bool, typer.Option("--completions", help="Use /completions instead of chat.")] = False,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, callback=check_key, help="Bearer token.")
+    ] = "",
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts; default: random.")] = None,
     replay: Annotated[
         Path | None,

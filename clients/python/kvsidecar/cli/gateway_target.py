@@ -11,10 +11,21 @@ from kvsidecar.errors import InvalidRequest
 if TYPE_CHECKING:
     import httpx
 
+
+def check_key(option: typer.CallbackParam, value: str) -> str:
+    """Return an API key. Raises InvalidRequest, without the key, if no HTTP header can have it."""
+    if not value.isascii() or not value.isprintable() or value != value.strip():
+        raise InvalidRequest(
+            "--api-key cannot be used: a key is one line of printable ASCII without spaces around it; correct it, or "
+            f"unset {option.envvar}"
+        )
+    return value
+
+
 Url = Annotated[
     str, typer.Option("--url", help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
 ]
-ApiKey = Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")]
+ApiKey = Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", callback=check_key, help="The gateway's key.")]
 
 
 def gateway_client(url: str, api_key: str, timeout: httpx.Timeout | float | None) -> httpx.Client:
@@ -29,5 +40,5 @@ def gateway_client(url: str, api_key: str, timeout: httpx.Timeout | float | None
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
-    except (httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"--url or --api-key cannot be used: {error}") from error
+    except httpx.InvalidURL as error:
+        raise InvalidRequest(f"--url cannot be used: {error}") from error
