@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,3 +31,17 @@ def test_a_variable_with_such_a_key_is_named() -> None:
     done = run("generate", "hello", "--url", NOWHERE, env={"KVSIDECAR_API_KEY": "clé"})
     assert isinstance(done.exception, InvalidRequest), done.output
     assert "KVSIDECAR_API_KEY" in str(done.exception)
+
+
+@pytest.mark.parametrize("command", COMMANDS[:4])
+def test_certificates_are_not_ignored_without_tls(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*command, "--url", NOWHERE, "--ca", str(tmp_path / "ca.pem"))
+    assert isinstance(done.exception, InvalidRequest), done.output
+    assert f"{NOWHERE} has no TLS" in str(done.exception)
+
+
+@pytest.mark.parametrize("command", COMMANDS[:3])
+def test_a_worker_has_no_certificates(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*command, "--worker", "/nowhere.sock", "--ca", str(tmp_path / "ca.pem"))
+    assert isinstance(done.exception, InvalidRequest), done.output
+    assert "--ca, --cert and --key are for a gateway" in str(done.exception)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvsidecar.cli.gateway_target import gateway_client
+from kvsidecar.cli.gateway_target import TlsFiles, failure_text, gateway_client, refuse_mixed_targets
 from kvsidecar.cli.worker_client import connected
 from kvsidecar.client import Client, Completion, CompletionChunk
 from kvsidecar.errors import (
@@ -33,15 +33,14 @@ _CONNECT_SECONDS = 10.0
 
 
 @contextmanager
-def asking(worker: str | None, url: str, api_key: str) -> Iterator[Client | HttpClient]:
+def asking(worker: str | None, url: str, api_key: str, tls: TlsFiles) -> Iterator[Client | HttpClient]:
     """Yield a client of a worker or, with a URL, of a gateway."""
+    refuse_mixed_targets(worker, url, tls)
     if not url:
         with connected(worker) as client:
             yield client
         return
-    if worker is not None:
-        raise InvalidRequest("give --worker or --url, not both")
-    with HttpClient(url, api_key) as over_http:
+    with HttpClient(url, api_key, tls) as over_http:
         yield over_http
 
 
@@ -51,10 +50,10 @@ class HttpClient:
     Close it, or use it as a context manager. Raises KVSidecarErrors.
     """
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", tls: TlsFiles | None = None) -> None:
         import httpx  # lazy: only needed with a URL, and slow to import
 
-        self._client = gateway_client(url, api_key, httpx.Timeout(None, connect=_CONNECT_SECONDS))
+        self._client = gateway_client(url, api_key, tls or TlsFiles(), httpx.Timeout(None, connect=_CONNECT_SECONDS))
         self._url = str(self._client.base_url).rstrip("/")
         self._failed: type[Exception] = httpx.HTTPError
 
@@ -106,7 +105,7 @@ class HttpClient:
             raise self._absent(error) from error
 
     def _absent(self, error: Exception) -> Unavailable:
-        return Unavailable(f"{self._url} does not answer: {error or type(error).__name__}; is it running, and its URL?")
+        return Unavailable(f"{self._url} does not answer: {failure_text(error)}; is it running, and its URL?")
 
 
 def _body(code: int, content: bytes) -> dict[str, Any]:

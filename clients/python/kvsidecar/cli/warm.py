@@ -14,7 +14,17 @@ import typer
 
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.cli.cache.daemon_target import salt_bytes
-from kvsidecar.cli.gateway_target import ApiKey, Url, gateway_client
+from kvsidecar.cli.gateway_target import (
+    ApiKey,
+    Ca,
+    Cert,
+    Key,
+    TlsFiles,
+    Url,
+    failure_text,
+    gateway_client,
+    refuse_mixed_targets,
+)
 from kvsidecar.cli.worker_client import Adapter, Address, connected, console
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
@@ -61,6 +71,9 @@ def warm(
     model: Adapter = "",
     url: Url = "",
     api_key: ApiKey = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     salt: Annotated[
         str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; empty for the default tenant.")
     ] = "",
@@ -79,8 +92,8 @@ def warm(
     """Prefill texts into the cache ahead of requests."""
     from rich.progress import track
 
-    if url and worker is not None:
-        raise InvalidRequest("give --worker or --url, not both")
+    tls = TlsFiles(ca, cert, key)
+    refuse_mixed_targets(worker, url, tls)
     if wait and not url:
         raise InvalidRequest("--wait is for a gateway; give its --url")
     wait_seconds = _seconds("--wait", wait)
@@ -88,7 +101,7 @@ def warm(
     found, deadline = texts(prompts), time.monotonic() + allowed_seconds
     kept = _kept(ttl)
     reaching = (
-        _gateway(url, api_key, salt, model, kept, wait_seconds)
+        _gateway(gateway_client(url, api_key, tls, None), salt, model, kept, wait_seconds)
         if url
         else _worker(worker, salt, model, kept, deadline - time.monotonic())
     )
@@ -178,15 +191,15 @@ def _worker(address: str | None, salt: str, model: str, kept: int | None, second
 
 
 @contextmanager
-def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
+def _gateway(client: httpx.Client, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
     import httpx  # lazy: slow to import
 
-    until = time.monotonic() + wait_seconds
+    until, url = time.monotonic() + wait_seconds, str(client.base_url).rstrip("/")
     try:
         named = salt_bytes(salt).decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest("a gateway takes salts that are text in UTF-8; warm at the worker instead") from error
-    with gateway_client(url, api_key, None) as client:
+    with client:
 
         def read(text: Text, seconds: float) -> Warmed:
             deadline = time.monotonic() + seconds
@@ -208,7 +221,7 @@ def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wa
                 except (httpx.TransportError, Unavailable) as error:
                     now = time.monotonic()
                     if now > until or now + _PAUSE_SECONDS > deadline:
-                        raise Unavailable(f"no gateway serves at {url}: {error}") from error
+                        raise Unavailable(f"no gateway serves at {url}: {failure_text(error)}") from error
                     time.sleep(_PAUSE_SECONDS)
 
         yield read

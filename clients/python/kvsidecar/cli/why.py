@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from kvsidecar.cli.cache.daemon_target import salt_bytes
-from kvsidecar.cli.gateway_target import ApiKey, Url, gateway_client
+from kvsidecar.cli.gateway_target import ApiKey, Ca, Cert, Key, TlsFiles, Url, failure_text, gateway_client
 from kvsidecar.cli.node_commands import RuntimeDir
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import (
@@ -35,6 +35,9 @@ def why(
     request_id: Annotated[str, typer.Argument(help="Id of an answer, or its X-Request-Id; both are in the log.")],
     url: Url = "",
     api_key: ApiKey = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     salt: Annotated[str, typer.Option(help="The request's cache_salt, or @FILE; operators need none.")] = "",
     runtime_dir: RuntimeDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -44,7 +47,7 @@ def why(
     Asks the running node's gateway, which remembers its latest answers without their text. A caller sees the requests
     of its own key and salt, an operator all of them.
     """
-    with gateway_client(url or _url_of_node(runtime_dir), api_key, _SECONDS) as client:
+    with gateway_client(url or _url_of_node(runtime_dir), api_key, TlsFiles(ca, cert, key), _SECONDS) as client:
         found = _ask(client, request_id, salt)
     if as_json:
         print(json.dumps(found))
@@ -84,7 +87,7 @@ def _ask(client: httpx.Client, request_id: str, salt: str) -> dict[str, Any]:
             _PATH + quote(request_id, safe=""), headers={"X-Cache-Salt": quote(salt_bytes(salt))} if salt else {}
         )
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise Unavailable(f"{url} does not answer: {error or type(error).__name__}") from error
+        raise Unavailable(f"{url} does not answer: {failure_text(error)}") from error
     try:
         body = answer.json()
         if answer.status_code == 200:
