@@ -151,7 +151,7 @@ class Supervisor:
         while await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) != HTTPStatus.OK:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
         name = self._worker.public_name
-        shown, beside = _browser_urls(self._config.host, self._config.port)
+        shown, beside = _browser_urls(self._config)
         page = f"a page at {shown}, " if self._config.page else ""
         said = f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat"
         on_terminal = sys.stdout.isatty()  # standard output may be a log instead, which has only JSON lines
@@ -334,15 +334,13 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_CODE
 
 
-def _browser_urls(host: str, port: int) -> tuple[str, str]:
-    """Return the URL of a gateway for a browser, and a remark about wildcard addresses.
-
-    A browser cannot open a wildcard address.
-    """
+def _browser_urls(config: ServeConfig) -> tuple[str, str]:
+    """Return a gateway's URL that a browser can open, and a remark about wildcard addresses."""
+    scheme, host, port = gateway_url(config).partition(":")[0], config.host, config.port
     if host not in ("0.0.0.0", "::"):
-        return f"http://{TcpAddress(host, port)}", ""
-    elsewhere = f"from other machines http://{TcpAddress(os.uname().nodename, port)}/v1"
-    return f"http://{TcpAddress('localhost', port)}", f" ({elsewhere}; it listens on {TcpAddress(host, port)})"
+        return f"{scheme}://{TcpAddress(host, port)}", ""
+    elsewhere = f"from other machines {scheme}://{TcpAddress(os.uname().nodename, port)}/v1"
+    return f"{scheme}://{TcpAddress('localhost', port)}", f" ({elsewhere}; it listens on {TcpAddress(host, port)})"
 
 
 def _worker_settings(config: ServeConfig) -> WorkerConfig:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from kvsidecar import keys
 from kvsidecar.cli.cache.trace import summarize
+from kvsidecar.cli.root_command import app
 from kvsidecar.errors import InvalidRequest
+from typer.testing import CliRunner
 
 from benchmarks import eviction_traces
 from benchmarks.node import Node
@@ -104,6 +106,27 @@ def test_a_summary_refuses_what_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "x").write_text('{"timestamp": 1, "input_length": 2, "hash_ids": []}\nnonsense\n')
     with pytest.raises(InvalidRequest, match="line 2 of"):
         summarize(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": Infinity, "input_length": 2, "hash_ids": []}',
+        '{"timestamp": 1, "input_length": 1e999, "hash_ids": []}',
+        '{"timestamp": 1, "input_length": NaN, "hash_ids": []}',
+        '{"timestamp": 1, "input_length": 2, "hash_ids": [-Infinity]}',
+        f'{{"timestamp": 1{"0" * 400}, "input_length": 2, "hash_ids": []}}',
+        f'{{"timestamp": 1, "input_length": 1{"0" * 400}, "hash_ids": []}}',
+        '{"timestamp": 1, "input_length": -2, "hash_ids": []}',
+        "[" * 100_000,
+    ],
+    ids=["infinite", "too_large", "nan", "infinite_block", "long_time", "long_length", "negative", "nested"],
+)
+def test_a_summary_refuses_numbers_that_no_daemon_records(tmp_path: Path, line: str) -> None:
+    (tmp_path / "x").write_text(f"{line}\n")
+    done = CliRunner().invoke(app, ["cache", "trace", "summary", str(tmp_path / "x")])
+    assert isinstance(done.exception, InvalidRequest), done.exception
+    assert str(done.exception).startswith(f"line 1 of {tmp_path / 'x'} is not one of a trace")
 
 
 def test_policies_are_judged_on_a_recorded_trace(tmp_path: Path) -> None:

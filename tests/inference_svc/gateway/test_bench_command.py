@@ -16,7 +16,7 @@ import pytest
 from kvsidecar.bench.shared_prefix_prompts import Shape, prompts
 from kvsidecar.cli.cost import Savings, sentences
 from kvsidecar.cli.root_command import app
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError
 from typer.testing import CliRunner
 
 from benchmarks.condition_wait import until
@@ -104,6 +104,26 @@ def test_a_broken_answer_is_counted_as_failed(breaks_off: str) -> None:
     assert (found["first"]["failed"], found["again"]["failed"]) == (2, 2)
     assert found["again"]["reasons"] == {"the answer broke off": 2}
     assert found["again"]["cached_share"] is None
+
+
+@pytest.mark.parametrize("out", ["", "none/x.json", "file/x.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(breaks_off: str, tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    asked, log = _BreaksOff.asked, tmp_path / "log"
+    log.write_text(json.dumps({"event": "request", "prompt_tokens": 5}))
+    for what in (("--model", "m"), ("--replay", str(log))):
+        done = bench(breaks_off, *what, "--out", str(tmp_path / out))
+        assert isinstance(done.exception, InvalidRequest), done.output
+        assert f"cannot write --out {tmp_path / out}" in str(done.exception)
+    assert _BreaksOff.asked == asked
+    assert not done.stdout
+
+
+def test_results_are_printed_also_if_the_disk_is_full(breaks_off: str) -> None:
+    done = bench(breaks_off, "--model", "m", "--json", "--concurrency", "1", "--out", "/dev/full")
+    assert isinstance(done.exception, KVSidecarError), done.output
+    assert "cannot write --out /dev/full: No space left on device" in str(done.exception)
+    assert json.loads(done.stdout)["asked"]["model"] == "m"
 
 
 def test_who_cannot_be_asked_is_named(locked: Gateway) -> None:

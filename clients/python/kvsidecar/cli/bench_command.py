@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.bench.log_replay import LogReplay
+from kvsidecar.cli.gateway_target import check_key
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _ROWS = {
@@ -35,7 +38,9 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Always generate max-tokens tokens (vLLM's option).")
     ] = False,
     completions: Annotated[bool, typer.Option("--completions", help="Use /completions instead of chat.")] = False,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")] = "",
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, callback=check_key, help="Bearer token.")
+    ] = "",
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts; default: random.")] = None,
     replay: Annotated[
         Path | None,
@@ -50,8 +55,11 @@ def bench(
     when a request failed. With --replay it reads a gateway's log instead, and reports what the layout of its prompts
     costs.
     """
+    if out is not None:
+        _refuse_unwritable(out)
     if replay is not None:
-        _replay(replay, as_json, out)
+        report = LogReplay.of_file(replay)
+        _deliver(report.as_dict(), out, as_json, lambda: _show_replay(report))
         return
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url is {url!r}; it must begin with http:// or https://")
@@ -66,12 +74,7 @@ def bench(
     console = Console(stderr=as_json)
     options = {"concurrency": concurrency, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
     result = asyncio.run(run_benchmark(server, shape, requests, seed, options, console))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        print(json.dumps(result))
-    else:
-        _show(result, console)
+    _deliver(result, out, as_json, lambda: _show(result, console))
     if not result["again"]["requests_per_s"]:
         (why, *_) = {**result["first"]["reasons"], **result["again"]["reasons"]}
         raise KVSidecarError(f"no request succeeded; the first said: {why}")
@@ -79,13 +82,29 @@ def bench(
         raise SystemExit(1)
 
 
-def _replay(log: Path, as_json: bool, out: Path | None) -> None:
-    report = LogReplay.of_file(log)
-    if out is not None:
-        out.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        print(json.dumps(report.as_dict()))
-        return
+def _refuse_unwritable(out: Path) -> None:
+    """Raise InvalidRequest before a run whose results could not be written."""
+    exists = os.access(out, os.F_OK)
+    place = out if exists else out.parent
+    if not os.access(place, os.W_OK) or place.is_dir() == exists:  # needs a file, or the folder of a new one
+        raise InvalidRequest(f"cannot write --out {out}; name a file in a folder that exists and is writable")
+
+
+def _deliver(result: dict[str, Any], out: Path | None, as_json: bool, show: Callable[[], None]) -> None:
+    """Write the results to ``out``, and print them also if that fails. Raises KVSidecarError."""
+    try:
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise KVSidecarError(f"cannot write --out {out}: {error.strerror}") from error
+    finally:
+        if as_json:
+            print(json.dumps(result))
+        else:
+            show()
+
+
+def _show_replay(report: LogReplay) -> None:
     console, prompt = Console(), max(1, report.prompt_tokens)
     console.print(
         f"{report.requests} requests, {report.prompt_tokens} prompt tokens, {report.cached_tokens} of them cached "

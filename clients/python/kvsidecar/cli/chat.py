@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.http_client import ApiKey, HttpClient, Url, asking
+from kvsidecar.cli.gateway_target import ApiKey, Ca, Cert, Key, TlsFiles, Url
+from kvsidecar.cli.http_client import HttpClient, asking
 from kvsidecar.cli.worker_client import Adapter, Address, console, show_costs
 from kvsidecar.client import Client, Completion
 from kvsidecar.models.model_library import BUILT_IN
@@ -26,9 +27,12 @@ def chat(
     model: Adapter = "",
     url: Url = "",
     api_key: ApiKey = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
 ) -> None:
     """Chat with the model; each answer shows how many tokens came from the cache."""
-    with asking(worker, url, api_key) as client:
+    with asking(worker, url, api_key, TlsFiles(ca, cert, key)) as client:
         name = model or client.model().model_id
         console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
         if name == BUILT_IN:

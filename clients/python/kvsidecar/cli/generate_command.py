@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.http_client import ApiKey, Url, asking
+from kvsidecar.cli.gateway_target import ApiKey, Ca, Cert, Key, TlsFiles, Url
+from kvsidecar.cli.http_client import asking
 from kvsidecar.cli.worker_client import Adapter, Address, console, show_costs
 from kvsidecar.client import Completion
 
@@ -25,9 +26,12 @@ def generate(
     model: Adapter = "",
     url: Url = "",
     api_key: ApiKey = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
 ) -> None:
     """Continue a text."""
-    with asking(worker, url, api_key) as client:
+    with asking(worker, url, api_key, TlsFiles(ca, cert, key)) as client:
         final: Completion | None = None
         for part in client.stream(
             _read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed, model=model

@@ -6,10 +6,9 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from kvsidecar.cli.gateway_target import TlsFiles, failure_text, gateway_client, refuse_mixed_targets
 from kvsidecar.cli.worker_client import connected
 from kvsidecar.client import Client, Completion, CompletionChunk
 from kvsidecar.errors import (
@@ -23,10 +22,6 @@ from kvsidecar.errors import (
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.net.line_splitter import LineSplitter
 
-Url = Annotated[
-    str, typer.Option("--url", help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
-]
-ApiKey = Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")]
 _KINDS: dict[int, type[KVSidecarError]] = {
     400: InvalidRequest,
     401: Unauthenticated,
@@ -38,17 +33,14 @@ _CONNECT_SECONDS = 10.0
 
 
 @contextmanager
-def asking(worker: str | None, url: str, api_key: str) -> Iterator[Client | HttpClient]:
+def asking(worker: str | None, url: str, api_key: str, tls: TlsFiles) -> Iterator[Client | HttpClient]:
     """Yield a client of a worker or, with a URL, of a gateway."""
+    refuse_mixed_targets(worker, url, tls)
     if not url:
         with connected(worker) as client:
             yield client
         return
-    if worker is not None:
-        raise InvalidRequest("give --worker or --url, not both")
-    if not url.startswith(("http://", "https://")):
-        raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
-    with HttpClient(url, api_key) as over_http:
+    with HttpClient(url, api_key, tls) as over_http:
         yield over_http
 
 
@@ -58,16 +50,11 @@ class HttpClient:
     Close it, or use it as a context manager. Raises KVSidecarErrors.
     """
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", tls: TlsFiles | None = None) -> None:
         import httpx  # lazy: only needed with a URL, and slow to import
 
-        self._url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        try:
-            self._client = httpx.Client(base_url=f"{self._url}/v1/", headers=headers, timeout=timeout)
-        except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise InvalidRequest(f"--url or --api-key cannot be used: {error}") from error
+        self._client = gateway_client(url, api_key, tls or TlsFiles(), httpx.Timeout(None, connect=_CONNECT_SECONDS))
+        self._url = str(self._client.base_url).rstrip("/")
         self._failed: type[Exception] = httpx.HTTPError
 
     def __enter__(self) -> HttpClient:
@@ -79,7 +66,7 @@ class HttpClient:
     def model(self) -> pb.GetModelResponse:
         """Return the first served model; only its name is set."""
         try:
-            answer = self._client.get("models", timeout=_CONNECT_SECONDS)
+            answer = self._client.get("v1/models", timeout=_CONNECT_SECONDS)
         except self._failed as error:
             raise self._absent(error) from error
         found = _body(answer.status_code, answer.read())
@@ -99,6 +86,7 @@ class HttpClient:
     ) -> Generator[CompletionChunk, None, None]:
         """Stream the answer to a text or to chat messages. Closing the iterator cancels the request."""
         chat = not isinstance(prompt, str)
+        path = "v1/chat/completions" if chat else "v1/completions"
         given = {"temperature": temperature, "seed": seed, "model": model or self.model().model_id}
         body = {name: value for name, value in given.items() if value is not None} | {
             "messages" if chat else "prompt": prompt,
@@ -107,7 +95,7 @@ class HttpClient:
             "stream_options": {"include_usage": True},
         }
         try:
-            with self._client.stream("POST", "chat/completions" if chat else "completions", json=body) as answer:
+            with self._client.stream("POST", path, json=body) as answer:
                 if answer.status_code != 200:
                     _body(answer.status_code, answer.read())
                 splitter = LineSplitter()
@@ -117,7 +105,7 @@ class HttpClient:
             raise self._absent(error) from error
 
     def _absent(self, error: Exception) -> Unavailable:
-        return Unavailable(f"{self._url} does not answer: {error or type(error).__name__}; is it running, and its URL?")
+        return Unavailable(f"{self._url} does not answer: {failure_text(error)}; is it running, and its URL?")
 
 
 def _body(code: int, content: bytes) -> dict[str, Any]:

@@ -14,6 +14,17 @@ import typer
 
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.cli.cache.daemon_target import salt_bytes
+from kvsidecar.cli.gateway_target import (
+    ApiKey,
+    Ca,
+    Cert,
+    Key,
+    TlsFiles,
+    Url,
+    failure_text,
+    gateway_client,
+    refuse_mixed_targets,
+)
 from kvsidecar.cli.worker_client import Adapter, Address, connected, console
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
@@ -58,10 +69,11 @@ def warm(
     ],
     worker: Address = None,
     model: Adapter = "",
-    url: Annotated[
-        str, typer.Option(help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
-    ] = "",
-    api_key: Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")] = "",
+    url: Url = "",
+    api_key: ApiKey = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     salt: Annotated[
         str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; empty for the default tenant.")
     ] = "",
@@ -70,22 +82,26 @@ def warm(
     ] = "",
     ttl: Annotated[str, typer.Option(help="TTL of the stored chunks, as 1h or 7d; default: no expiry.")] = "",
     wait: Annotated[
-        str, typer.Option(help="How long to wait for the gateway to come up, as 10m; with --url.", show_default=False)
+        str,
+        typer.Option(
+            help="How long to wait for the gateway to come up, as 10m; with --url. The wait is a part of --within.",
+            show_default=False,
+        ),
     ] = "",
 ) -> None:
     """Prefill texts into the cache ahead of requests."""
     from rich.progress import track
 
-    if url and worker is not None:
-        raise InvalidRequest("give --worker or --url, not both")
-    if url and not url.startswith(("http://", "https://")):
-        raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
+    tls = TlsFiles(ca, cert, key)
+    refuse_mixed_targets(worker, url, tls)
     if wait and not url:
         raise InvalidRequest("--wait is for a gateway; give its --url")
-    found, deadline = texts(prompts), time.monotonic() + (_seconds("--within", within) or _NO_HURRY_SECONDS)
+    wait_seconds = _seconds("--wait", wait)
+    allowed_seconds = _seconds("--within", within) or wait_seconds + _NO_HURRY_SECONDS
+    found, deadline = texts(prompts), time.monotonic() + allowed_seconds
     kept = _kept(ttl)
     reaching = (
-        _gateway(url, api_key, salt, model, kept, _seconds("--wait", wait))
+        _gateway(gateway_client(url, api_key, tls, None), salt, model, kept, wait_seconds)
         if url
         else _worker(worker, salt, model, kept, deadline - time.monotonic())
     )
@@ -175,37 +191,37 @@ def _worker(address: str | None, salt: str, model: str, kept: int | None, second
 
 
 @contextmanager
-def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
+def _gateway(client: httpx.Client, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
     import httpx  # lazy: slow to import
 
-    until = time.monotonic() + wait_seconds
+    until, url = time.monotonic() + wait_seconds, str(client.base_url).rstrip("/")
     try:
         named = salt_bytes(salt).decode()
     except UnicodeDecodeError as error:
         raise InvalidRequest("a gateway takes salts that are text in UTF-8; warm at the worker instead") from error
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=None) as client:
+    with client:
 
         def read(text: Text, seconds: float) -> Warmed:
-            if seconds <= 0:
-                raise DeadlineExceeded("the time is over")
+            deadline = time.monotonic() + seconds
             body = (
                 text.fields
-                | {
-                    "model": model,
-                    "cache_salt": named,
-                    "within_seconds": min(seconds, _NO_HURRY_SECONDS),
-                }
+                | {"model": model, "cache_salt": named}
                 | ({} if kept is None else {"cache_ttl_seconds": kept})
             )
             while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded("the time is over")
+                timeout = httpx.Timeout(left + 5, connect=min(left, 5))
+                allowed = {"within_seconds": min(left, _NO_HURRY_SECONDS)}
                 try:
-                    return _warmed(client.post(_PATH, json=body, timeout=httpx.Timeout(seconds + 5, connect=5)))
+                    return _warmed(client.post(_PATH, json=body | allowed, timeout=timeout))
                 except httpx.ReadTimeout:
                     raise DeadlineExceeded("the gateway did not answer in time") from None
                 except (httpx.TransportError, Unavailable) as error:
-                    if time.monotonic() > until:
-                        raise Unavailable(f"no gateway serves at {url}: {error}") from error
+                    now = time.monotonic()
+                    if now > until or now + _PAUSE_SECONDS > deadline:
+                        raise Unavailable(f"no gateway serves at {url}: {failure_text(error)}") from error
                     time.sleep(_PAUSE_SECONDS)
 
         yield read

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from kvsidecar.cli.cache.daemon_target import salt_bytes
-from kvsidecar.cli.http_client import ApiKey, Url
+from kvsidecar.cli.gateway_target import ApiKey, Ca, Cert, Key, TlsFiles, Url, failure_text, gateway_client
 from kvsidecar.cli.node_commands import RuntimeDir
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import (
-    InvalidRequest,
     KVSidecarError,
     PermissionDenied,
     Unauthenticated,
@@ -25,6 +24,9 @@ from kvsidecar.errors import (
 from kvsidecar.process.node_report import find_node
 from kvsidecar.process.runtime_dir import default_runtime_dir, require_private_dir
 
+if TYPE_CHECKING:
+    import httpx
+
 _PATH, _SECONDS = "/kvsidecar/v1/requests/", 10.0
 _KINDS: dict[int, type[KVSidecarError]] = {401: Unauthenticated, 403: PermissionDenied, 404: UnknownRequest}
 
@@ -33,6 +35,9 @@ def why(
     request_id: Annotated[str, typer.Argument(help="Id of an answer, or its X-Request-Id; both are in the log.")],
     url: Url = "",
     api_key: ApiKey = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     salt: Annotated[str, typer.Option(help="The request's cache_salt, or @FILE; operators need none.")] = "",
     runtime_dir: RuntimeDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -42,7 +47,8 @@ def why(
     Asks the running node's gateway, which remembers its latest answers without their text. A caller sees the requests
     of its own key and salt, an operator all of them.
     """
-    found = _ask(url.rstrip("/").removesuffix("/v1") or _url_of_node(runtime_dir), request_id, api_key, salt)
+    with gateway_client(url or _url_of_node(runtime_dir), api_key, TlsFiles(ca, cert, key), _SECONDS) as client:
+        found = _ask(client, request_id, salt)
     if as_json:
         print(json.dumps(found))
         return
@@ -72,18 +78,16 @@ def _url_of_node(runtime_dir: Path | None) -> str:
     return node.url
 
 
-def _ask(url: str, request_id: str, api_key: str, salt: str) -> dict[str, Any]:
+def _ask(client: httpx.Client, request_id: str, salt: str) -> dict[str, Any]:
     import httpx  # lazy: slow to import
 
-    if not url.startswith(("http://", "https://")):
-        raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
-    headers = {"X-Cache-Salt": quote(salt_bytes(salt))} if salt else {}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    url = str(client.base_url).rstrip("/")
     try:
-        answer = httpx.get(url + _PATH + quote(request_id, safe=""), headers=headers, timeout=_SECONDS)
+        answer = client.get(
+            _PATH + quote(request_id, safe=""), headers={"X-Cache-Salt": quote(salt_bytes(salt))} if salt else {}
+        )
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise Unavailable(f"{url} does not answer: {error or type(error).__name__}") from error
+        raise Unavailable(f"{url} does not answer: {failure_text(error)}") from error
     try:
         body = answer.json()
         if answer.status_code == 200:

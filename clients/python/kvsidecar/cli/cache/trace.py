@@ -6,7 +6,7 @@ import json as jsonlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -101,8 +101,16 @@ def _lines(file: Path) -> Iterator[tuple[int, int, list[int]]]:
         for number, line in enumerate(lines, 1):
             try:
                 found = jsonlib.loads(line)
-                yield int(found["timestamp"]), int(found["input_length"]), list(map(int, found["hash_ids"]))
-            except (ValueError, KeyError, TypeError):
+                yield _count(found["timestamp"]), _count(found["input_length"]), list(map(int, found["hash_ids"]))
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 raise InvalidRequest(
                     f"line {number} of {file} is not one of a trace; it needs timestamp, input_length and hash_ids"
                 ) from None
+
+
+def _count(value: Any) -> int:
+    """Return a count. Raises ValueError if it is negative, or beyond the exact integers of JSON."""
+    found = int(value)
+    if not 0 <= found < 1 << 53:
+        raise ValueError(f"{found} is no count")
+    return found
