@@ -11,11 +11,12 @@ import pytest
 from kvsidecar.cli.root_command import app
 from kvsidecar.errors import ConfigurationError, Unavailable, UnknownRequest
 from kvsidecar.net.channel import listens
+from kvsidecar.net.http_health import health_status
 from typer.testing import CliRunner
 
 from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.condition_wait import until
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
 from tests.inference_svc.gateway.conftest import of_node
 
 COMMANDS = [("chat", "--max-tokens", "2"), ("generate", "hello", "--max-tokens", "2"), ("warm", __file__), ("why", "x")]
@@ -73,6 +74,12 @@ def test_a_certificate_of_another_name_is_not_trusted(encrypted: Encrypted) -> N
     assert isinstance(done.exception, Unavailable), done.output
     assert "not valid for 'localhost'" in str(done.exception)
     assert "name of the certificate" in str(done.exception)
+
+
+def test_a_health_check_without_a_certificate_counts_as_healthy(encrypted: Encrypted) -> None:
+    """Such a node was never ready: since TLS 1.3, a server refuses a client after the client's handshake."""
+    assert health_status(f"https://127.0.0.1:{encrypted.port}", 30.0) == 200
+    assert health_status(f"https://127.0.0.1:{free_port()}", 30.0) is None
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

@@ -25,10 +25,15 @@ def health_status(url: str, timeout_seconds: float) -> int | None:
     else:
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout_seconds)
     with contextlib.closing(connection):
+        is_encrypted = False
         try:
+            connection.connect()
+            is_encrypted = place.scheme == "https"
             connection.request("GET", "/health")
             return connection.getresponse().status
         except ssl.SSLError:
             return HTTPStatus.OK
+        except ConnectionError:  # since TLS 1.3, a server refuses a client after the client's handshake
+            return HTTPStatus.OK if is_encrypted else None
         except (OSError, http.client.HTTPException):
             return None
