@@ -22,6 +22,7 @@ import fcntl
 import glob
 import os
 import secrets
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -89,7 +90,8 @@ def export_archive(
 ) -> ArchiveSummary:
     """Write the intact chunks of some tenant roots (None: of all) to ``out``.
 
-    The file appears under its name only when it is complete. ``clock`` returns Unix seconds. Raises OSError.
+    The file appears under its name only when it is complete. A symbolic link stays, and its target is written.
+    ``clock`` returns Unix seconds. Raises OSError, and InvalidRequest if ``out`` is a folder, pipe or device.
     """
     names, ends, now = source.stored_keys(), expiries_of(source.notes()), clock() * 1000
     exported: set[bytes] = set()
@@ -291,6 +293,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
     The temporary name is random, because exporters in two containers may have the same process id.
     """
+    path = _link_target(path)
     _remove_leftovers(path)
     temporary, file = _create_temporary(path)
     try:
@@ -301,6 +304,14 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _link_target(path: Path) -> Path:
+    """Follow symbolic links to the file to write. Raises OSError, and InvalidRequest for a folder, pipe or device."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InvalidRequest(f"{path} is no regular file; name a new file or an archive to replace")
+    return path.resolve()
 
 
 def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:

@@ -6,6 +6,7 @@ the sequence's blocks.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from inference_svc.engine.engine_core import EngineCore, EngineServices
 from inference_svc.engine.engine_events import CancelRequested, EngineEvent, EngineTask, EventQueue, RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
 from inference_svc.engine.request_lifecycle import emit
+from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import CachedSequence
 from inference_svc.lora.adapter_weights import AdapterWeights
@@ -364,12 +366,26 @@ class Engine:
     def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
         """Computes ``count`` rows of a dummy sequence like a step. Does nothing if the pool is too small."""
         table = self.pool.allocate(count)
-        if table is not None:
+        if table is None:
+            return
+        try:
             logits = self._core.compute(
                 [forward_batch.SequenceSlice([0] * count, 0, table, True, num_drafted=drafted, adapter=adapter)]
             )
-            logits[0, 0].item()  # waits for the device, which computes asynchronously
+            is_finite = math.isfinite(logits[0, 0].item())  # waits for the device, which computes asynchronously
+        except Exception as error:
+            check_device(self.loaded.device, error)
+            self._free_zeroed(table)
+            raise
+        if is_finite:
             self.pool.free(table)
+        else:
+            self._free_zeroed(table)
+
+    def _free_zeroed(self, table: BlockTable) -> None:
+        """Frees blocks that may hold NaN or infinity."""
+        self.pool.zero_exclusive(table)
+        self.pool.free(table)
 
 
 def _shutting_down() -> Unavailable:

@@ -107,8 +107,8 @@ def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
     return {"miss": {**found, **times, **place, "sentence": miss.sentence, "advice": miss.advice}}
 
 
-def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``.
+def prompt_logprobs(parts: Iterable[pb.TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+    """Return vLLM's ``prompt_logprobs``, with the ``most`` likeliest tokens at each position.
 
     The first entry is None, because nothing predicts the first token. Every other entry maps the prompt's token and its
     alternatives to their log probabilities.
@@ -118,7 +118,7 @@ def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | N
         return {"logprob": p.logprob, "rank": rank, "decoded_token": p.text}
 
     def at(p: pb.TokenLogprob) -> dict[str, Any] | None:
-        top = {str(t.token_id): one(t, rank) for rank, t in enumerate(p.top, 1)}
+        top = {str(t.token_id): one(t, rank) for rank, t in enumerate(p.top[:most], 1)}
         return {str(p.token_id): one(p, p.rank), **top} if p.rank else None
 
     return [at(p) for p in parts]

@@ -123,9 +123,9 @@ class OpenAIWriter:
 
     def _prompt_fields(self, first: pb.GenerateStreamResponse) -> dict[str, Any]:
         """Return vLLM's fields about the prompt. A field is None if the request did not ask for it."""
-        asked = self._request.prompt_logprobs is not None
+        most = self._request.prompt_logprobs  # echo with logprobs may have asked the worker for more
         fields: dict[str, Any] = {
-            "prompt_logprobs": openai_fields.prompt_logprobs(first.prompt_logprobs) if asked else None
+            "prompt_logprobs": None if most is None else openai_fields.prompt_logprobs(first.prompt_logprobs, most)
         }
         asked = self._request.return_token_ids
         return {**fields, "prompt_token_ids": list(first.prompt_token_ids) if asked else None}

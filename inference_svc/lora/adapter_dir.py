@@ -22,6 +22,8 @@ _PICKLED = "adapter_model.bin"
 MAX_HEADER_BYTES = 100 << 20
 # Maximum bytes of one stored element in memory: float32, tripled because a fused layer joins up to three linears.
 _ELEMENT_BYTES = 4 * 3
+# Limits the time that the size of a corrupt tensor takes to compute; a linear layer's matrix has two dimensions.
+_MAX_DIMENSIONS = 8
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
 
 
@@ -90,6 +92,17 @@ def _shapes(name: str, file: Path) -> dict[str, tuple[int, ...]]:
             if not 2 <= length <= MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {length} bytes")
             header: dict[str, Any] = json.loads(data.read(length))
-        return {key: tuple(map(int, one["shape"])) for key, one in header.items() if key != "__metadata__"}
+        return {key: _shape(key, one["shape"]) for key, one in header.items() if key != "__metadata__"}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigurationError(f"LoRA adapter {name}: {file} is no safetensors file: {error}") from error
+
+
+def _shape(key: str, sizes: Any) -> tuple[int, ...]:
+    """Check a tensor's shape. Raises ValueError."""
+    if not (
+        isinstance(sizes, list)
+        and len(sizes) <= _MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+    ):
+        raise ValueError(f"{key[:200]!r} has an impossible shape")
+    return tuple(sizes)

@@ -22,6 +22,7 @@ from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.remote.address import Credentials
 from cache_daemon.remote.archive_objects import upload_on_exit
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
+from tests.cache_daemon.durable.chunks import opened
 from tests.cache_daemon.operators import COMMAND, on_store
 
 THIRD = [9, 9, 9]
@@ -158,6 +159,16 @@ def test_what_to_export_must_be_said(start: Callable[..., Node], tmp_path: Path)
     with pytest.raises(InvalidRequest, match="64 hex digits"):
         on_store("export", tmp_path / "x.kv", "--namespace", "beef", "--store", node.folder / "store")
     assert not (tmp_path / "x.kv").exists()
+
+
+@pytest.mark.parametrize("name", ["", "/"])
+def test_an_export_to_a_folder_ends_with_one_sentence(name: str, tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    command = [*COMMAND, "export", name, "--all", "--store", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == offline.FAILED
+    assert "is no regular file" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def flip_payload(file: Path, ids: list[int]) -> None:

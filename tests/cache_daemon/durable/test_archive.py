@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import subprocess
@@ -80,6 +81,30 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="does not answer"):
         export_archive(Broken(), tmp_path / "archive")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_through_a_link_writes_its_target(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("other/target")
+    (tmp_path / "other").mkdir()
+    for _ in range(2):  # a new file, and one to replace
+        export_archive(MemoryTier(), tmp_path / "link")
+        assert (tmp_path / "link").readlink() == Path("other/target")
+        assert [path.name for path in (tmp_path / "other").iterdir()] == ["target"]
+        import_archive(MemoryTier(), tmp_path / "other" / "target")
+
+
+def test_an_export_replaces_only_regular_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path / "folder", Path("/"), Path("")):
+        with pytest.raises(InvalidRequest, match=f"^{path} is no regular file; name a new file or an archive to "):
+            export_archive(MemoryTier(), path)
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "pipe"]
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(OSError, match="symbolic links"):
+        export_archive(MemoryTier(), tmp_path / "circle")
 
 
 class During(MemoryTier):

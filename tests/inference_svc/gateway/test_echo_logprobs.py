@@ -105,6 +105,19 @@ def test_prompt_logprobs_are_vllms(gateway: Gateway) -> None:
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize(("of_prompt", "of_tokens"), [(2, 5), (5, 2), (0, 3)])
+def test_each_list_has_the_alternatives_that_it_was_asked_for(gateway: Gateway, of_prompt: int, of_tokens: int) -> None:
+    def tokens(tops: list[dict[str, Any] | None]) -> list[set[str]]:
+        return [set(top or ()) for top in tops]
+
+    both = {"prompt_logprobs": of_prompt, "logprobs": of_tokens, "echo": True, "n": 2}
+    alone = complete(gateway, prompt=TEXT, prompt_logprobs=of_prompt)["choices"][0]["prompt_logprobs"]
+    echoed = complete(gateway, prompt=TEXT, logprobs=of_tokens, echo=True)["choices"][0]["logprobs"]
+    for choice in complete(gateway, prompt=TEXT, **both)["choices"]:
+        assert tokens(choice["prompt_logprobs"]) == tokens(alone)
+        assert tokens(choice["logprobs"]["top_logprobs"]) == tokens(echoed["top_logprobs"])
+
+
 def test_scoring_reads_no_cache_and_fills_it(gateway: Gateway) -> None:
     text = "scored, then asked about " * 12
     first = complete(gateway, prompt=text, prompt_logprobs=0)

@@ -23,7 +23,7 @@ from inference_svc.lora.adapter_weights import AdapterWeights, Linears, read_wei
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.preflight import checked_settings, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
-from tests.inference_svc.lora.random_adapters import linears, tensors, write
+from tests.inference_svc.lora.random_adapters import linears, tensors, write, write_header
 from tests.inference_svc.models.test_architectures import build
 
 Weights = dict[str, Tensor]
@@ -173,6 +173,19 @@ def test_files(layers: Linears, tmp_path: Path) -> None:
     for text, sentence in (("{", "cannot read"), ("[]", "is no JSON object"), ("{}", "has no peft_type; it must be")):
         config.write_text(text)
         refused(sentence)
+
+
+@pytest.mark.parametrize(
+    "shape", ["[Infinity, 2]", "[NaN]", "[2.5, 2]", "[true]", '"64"', "[-1, 2]", f"[{2**63}]", f"[{'9' * 4000}, 2]",
+              str([2] * 9), "7"]
+)  # fmt: skip
+def test_an_impossible_shape_is_refused_by_name(shape: str, layers: Linears, tmp_path: Path) -> None:
+    write_header(write(tmp_path, tensors(layers, 1)), shape)
+    sentence = r"LoRA adapter law: .* is no safetensors file: '.*q_proj.lora_A.weight' has an impossible shape$"
+    with pytest.raises(ConfigurationError, match=sentence) as refused:
+        checked_settings(WorkerConfig(model="demo", lora=(f"law={tmp_path}",)))
+    assert len(str(refused.value)) < 500
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_what_it_computes_names_it_and_nothing_else(layers: Linears, tmp_path: Path) -> None:

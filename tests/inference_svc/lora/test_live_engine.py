@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 import structlog
+import torch
 from kvsidecar.errors import Unavailable, UnknownModel
 
+from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner.engine_lost import EngineLost
+from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.sequence.generation_request import CacheParams, SpeculationMode
 from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, NullKVConnector
 from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
-from tests.inference_svc.lora.random_adapters import adapter
+from tests.inference_svc.lora.random_adapters import adapter, linears, tensors, write
 from tests.inference_svc.lora.test_engine import ask, engine_of
 from tests.inference_svc.lora.test_lora_admin import wait
 from tests.inference_svc.server.test_load import Request, idle
@@ -111,6 +115,57 @@ def test_loading_and_unloading_again_and_again_changes_no_answer_of_others(tmp_p
         engine.stop()
     with pytest.raises(Unavailable):
         engine.adopt(weights)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_trial_row_of_an_adapter_that_overflows_leaves_a_free_and_finite_pool(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(2048, tmp_path)
+    compute, computed = engine._core.compute, []
+
+    def compute_and_fail(slices: list[SequenceSlice]) -> torch.Tensor:
+        computed.append(compute(slices))
+        if fails:
+            raise RuntimeError("out of memory")
+        return computed[-1]
+
+    try:
+        write(tmp_path / "big", tensors(linears(engine.loaded), 1), lora_alpha=1e38)
+        weights = adapter(tmp_path / "big", engine.loaded, "big")
+        engine.between_steps(lambda: monkeypatch.setattr(engine._core, "compute", compute_and_fail))
+        if fails:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.adopt(weights)
+        else:
+            engine.adopt(weights)
+        assert not computed[0].isfinite().any()
+        assert ("big" in engine.adapters) == (not fails)
+        engine.check_integrity()
+        assert engine.pool.keys.isfinite().all()
+        assert engine.pool.values.isfinite().all()
+    finally:
+        engine.stop()
+
+
+def test_a_trial_row_that_loses_the_device_ends_the_engine_and_leaves_the_pool_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(2048, tmp_path)
+    zeroed: list[BlockTable] = []
+
+    def lose(slices: list[SequenceSlice]) -> torch.Tensor:
+        monkeypatch.setattr(engine.pool, "zero_exclusive", zeroed.append)
+        raise EngineLost("the device computes no more")
+
+    try:
+        engine.between_steps(lambda: monkeypatch.setattr(engine._core, "compute", lose))
+        with pytest.raises(Unavailable, match="the device computes no more"):
+            engine.adopt(adapter(tmp_path / "a", engine.loaded, "new"))
+        assert "the device computes no more" in str(engine.died.result(60))
+        assert not zeroed, "copies to a lost device may hang"
+    finally:
+        engine.stop()
 
 
 def test_unloading_while_guesses_are_verified_ends_those_that_name_it_alone(tmp_path: Path) -> None:

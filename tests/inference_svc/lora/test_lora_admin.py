@@ -25,7 +25,7 @@ from inference_svc.server.runtime import build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.engine.test_exactness import prompt, scores
 from tests.inference_svc.gateway.conftest import Gateway, of_node
-from tests.inference_svc.lora.random_adapters import linears, tensors, write
+from tests.inference_svc.lora.random_adapters import linears, tensors, write, write_header
 
 LAYERS = linears(load("demo", dtype="float32"))
 
@@ -171,6 +171,7 @@ def test_a_load_that_fails_fails_alone_and_says_why(gateway: Gateway, root: Path
     with (write(root / "long", tensors(LAYERS, 1)) / "adapter_model.safetensors").open("ab") as file:
         file.truncate(1 << 30)  # a hole, as a disk has them that was full
     write(root / "nan", {name: weight * torch.nan for name, weight in tensors(LAYERS, 1).items()})
+    write_header(write(root / "inf", tensors(LAYERS, 1)), "[Infinity, 2]")
     (root / "json").mkdir(exist_ok=True)
     (root / "json" / "adapter_config.json").write_text("{")
     (root / "out").unlink(missing_ok=True)
@@ -193,6 +194,7 @@ def test_a_load_that_fails_fails_alone_and_says_why(gateway: Gateway, root: Path
         "cut": "cannot be read",
         "long": "has 1073741824 bytes, more than its tensors take",
         "nan": "is no finite number",
+        "inf": "has an impossible shape",
         "json": "cannot read",
         "out": outside,
         "../outside": outside,
