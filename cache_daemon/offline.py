@@ -99,7 +99,7 @@ def verify(
     Exit code 0: the store is intact. 1: it is corrupt, or --repair removed its corrupt parts. 2: it could not be
     verified: the store is missing, of another version or key, or a daemon holds it; stop that daemon first.
     """
-    folder = _folder(store)
+    folder = _existing_folder(store)
     with _progress("chunks") as heard:
         found = scrub(folder, repair, _key(key_file), heard)
     print(f"{folder}: {found.sound} chunks are sound")
@@ -174,7 +174,7 @@ def import_(
 
     Chunks serve only the model that computed them: they carry its namespace.
     """
-    folder = store or default_data_dir() / "store"
+    folder = _folder(store)
     try:
         budget = parse_size(store_bytes)
     except ValueError as error:
@@ -210,7 +210,13 @@ def _archive(
 
 
 def _folder(store: Path | None) -> Path:
-    folder = store or default_data_dir() / "store"
+    if store == Path("none"):
+        raise InvalidRequest("--store or KVSIDECAR_CACHE_STORE is none, as of a daemon without a store; name a folder")
+    return store or default_data_dir() / "store"
+
+
+def _existing_folder(store: Path | None) -> Path:
+    folder = _folder(store)
     if not (folder / "data.mdb").is_file():
         raise StoreUnavailable(f"there is no store in {folder}; name its folder with --store")
     return folder
@@ -253,7 +259,7 @@ def _source(
         with connected(str(target)) as daemon:
             yield OnlineBackup(daemon, roots)
         return
-    folder = _folder(store)
+    folder = _existing_folder(store)
     with _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier:
         yield tier
 

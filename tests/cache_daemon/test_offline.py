@@ -83,6 +83,17 @@ def test_verifying_says_when_there_is_no_store(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "looking makes nothing"
 
 
+def test_the_folder_none_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon with KVSIDECAR_CACHE_STORE=none has no store; an import made a store in this folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE", "none")
+    Path("archive.kv").touch()
+    for command in (["verify"], ["import", "archive.kv"]):
+        with pytest.raises(InvalidRequest, match="KVSIDECAR_CACHE_STORE is none"):
+            on_store(*command)
+    assert not Path("none").exists()
+
+
 def test_flipped_bits_are_found_and_repaired(start: Callable[..., Node]) -> None:
     node, prompts = stored(start)
     flip_payload(store_file(node), prompts[7])
