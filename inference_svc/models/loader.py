@@ -197,7 +197,7 @@ def load(
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
         folder = convert_gguf(source, getattr(torch, dtype), coded=coded)
     check_folder(folder)
-    identity = weights_fingerprint.of_directory(folder)
+    identity = weights_fingerprint.of_directory(folder, log.info)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

@@ -18,8 +18,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from benchmarks.systems.environments import EngineNotInstalled, find
 from inference_svc import Engine
+from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_file import read_gguf
+from inference_svc.models.loader import load
 from inference_svc.models.model_resolver import resolve
 
 THINGS = ["France", "Italy", "Japan", "rain", "a loan", "bread", "gravity", "a poem", "Python", "the moon"]
@@ -50,6 +52,12 @@ def test_it_knows_a_capital(smollm2: Path, dtype: str) -> None:
         answer = engine.generate(question, max_tokens=20)  # sampled as the model says: greedily
     assert answer.text == "The capital of Germany is Berlin."
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.usefixtures("smollm2")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_its_shipped_verdict_is_found(dtype: str) -> None:
+    assert shipped_verdict(load("smollm2", dtype=dtype).descriptor(16)) is not None
 
 
 @pytest.mark.long

@@ -132,7 +132,7 @@ class ModelLibrary:
 
     def _discard(self, folder: Path, inode: int | None = None) -> None:
         # Rename first, so that no process sees a partly deleted folder.
-        with self._locked(folder):
+        with self.locked(folder):
             if inode is not None and (not folder.is_dir() or folder.stat().st_ino != inode):
                 return
             gone = folder.with_name(f".gone-{folder.name}")
@@ -149,7 +149,7 @@ class ModelLibrary:
         If the block fails, the folder is removed. Yields None when ``target`` exists. Other processes that build the
         same target wait. Raises ConfigurationError when the disk is full or read-only.
         """
-        with self._locked(target):
+        with self.locked(target):
             if target.is_dir():
                 yield None
                 return
@@ -159,7 +159,8 @@ class ModelLibrary:
                 yield partial
 
     @contextmanager
-    def _locked(self, target: Path) -> Iterator[None]:
+    def locked(self, target: Path) -> Iterator[None]:
+        """Exclude other processes that lock the same path. Raises ConfigurationError when the folder is read-only."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             handle = target.with_name(f".lock-{target.name}").open("w")
@@ -174,7 +175,7 @@ class ModelLibrary:
     def known(self, file: Path) -> GgufRecord | None:
         """Return the record of a file with all its parts, if they are unchanged."""
         try:
-            known = GgufRecord(**_read_json(self._note_of(file)))
+            known = GgufRecord(**self.read_note(file))
             return known if (known.size_bytes, known.modified_ns) == _size_and_time(file) else None
         except (TypeError, OSError):  # the record has another version, or a part is missing
             return None
@@ -185,17 +186,26 @@ class ModelLibrary:
         sums = [sha256_of(part) for part in part_paths(file)]
         whole = sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
         known = GgufRecord(size, modified, whole, dtype, coded)
-        note = self._note_of(file)
-        fresh = note.with_suffix(f".{os.getpid()}")
-        try:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(asdict(known)), encoding="utf-8")
-            fresh.replace(note)
-        except OSError as error:
-            raise ConfigurationError(f"cannot write to {note.parent}: {error.strerror}") from error
+        self.write_note(file, asdict(known))
         return known
 
-    def _note_of(self, file: Path) -> Path:
+    def read_note(self, file: Path) -> dict[str, Any]:
+        """Return the note about a file; empty if there is none, or if it is corrupt."""
+        return _read_json(self.note_of(file))
+
+    def write_note(self, file: Path, note: dict[str, Any]) -> None:
+        """Replace the note about a file. Raises ConfigurationError when the disk is full or read-only."""
+        target = self.note_of(file)
+        fresh = target.with_suffix(f".{os.getpid()}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(note), encoding="utf-8")
+            fresh.replace(target)
+        except OSError as error:
+            raise ConfigurationError(f"cannot write to {target.parent}: {error.strerror}") from error
+
+    def note_of(self, file: Path) -> Path:
+        """Return the path of the note about a file or folder."""
         return self.root / "known" / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
 
 

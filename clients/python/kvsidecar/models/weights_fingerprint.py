@@ -4,50 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.file_digests import digests_of
 
-_SAMPLE_BYTES = 1024
 _IGNORED_SETTINGS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+log = logging.getLogger(__name__)
 
 
-def of_directory(folder: Path) -> bytes:
-    """Return SHA-256 over config.json and samples of the weights.
+def of_directory(folder: Path, tell: Callable[[str], object] = log.info) -> bytes:
+    """Return SHA-256 over config.json and every byte of the safetensors files, in the order of their names.
 
-    The samples are the header of each safetensors file, and parts of every tensor. Raises ModelUnsupported without
-    safetensors files.
+    The files are read once, and again after they change; ``tell`` gets a sentence when that takes long. Raises
+    ModelUnsupported without safetensors files.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelUnsupported(f"{folder} holds no .safetensors file; save the model with safetensors")
-    digest = hashlib.sha256()
+    for file in files:
+        _check_header(file)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kept = {k: v for k, v in settings.items() if k not in _IGNORED_SETTINGS}
-    digest.update(json.dumps(kept, sort_keys=True).encode())
-    for file in files:
-        _add_file(digest, file)
-    return digest.digest()
+    return hashlib.sha256(b"".join([json.dumps(kept, sort_keys=True).encode(), *digests_of(files, tell)])).digest()
 
 
-def _add_file(digest: hashlib._Hash, file: Path) -> None:
+def _check_header(file: Path) -> None:
     with file.open("rb") as data:
         head = data.read(8)
-        if len(head) < 8:
-            raise ModelUnsupported(f"{file} is truncated: {len(head)} bytes")
-        (length,) = struct.unpack("<Q", head)
-        if length > file.stat().st_size:
-            raise ModelUnsupported(f"{file} is not a safetensors file, or is truncated")
-        header = data.read(length)
-        digest.update(header)
-        for name, tensor in sorted(json.loads(header).items()):
-            if name == "__metadata__":
-                continue
-            begin, end = tensor["data_offsets"]
-            for at in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
-                data.seek(8 + length + at)
-                digest.update(data.read(min(_SAMPLE_BYTES, end - begin)))
+    if len(head) < 8:
+        raise ModelUnsupported(f"{file} is truncated: {len(head)} bytes")
+    (length,) = struct.unpack("<Q", head)
+    if length > file.stat().st_size:
+        raise ModelUnsupported(f"{file} is not a safetensors file, or is truncated")
 
 
 def of_random(shape: str, seed: int) -> bytes:

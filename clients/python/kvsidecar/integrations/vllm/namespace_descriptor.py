@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from kvsidecar.integrations.torch_numerics import SHARED
 from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
 from kvsidecar.integrations.weights_dir import weights_dir_of
 from kvsidecar.models import weights_fingerprint
+
+log = logging.getLogger("vllm.kvsidecar")
 
 # Fields of the model's configuration that do not affect the fingerprint. Path and version do not change the computed
 # values, and the descriptor has the dtype in another field.
@@ -52,12 +55,13 @@ def _producer(backend: str, weights: str, numerics: str) -> str:
 
 
 def _fingerprint(config: Any) -> bytes:
-    """Return a hash of the model configuration and of samples from all weights."""
+    """Return a hash of the model configuration and of all weights."""
     model, load = config.model_config, config.load_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IGNORED}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     if load.load_format == "dummy":  # vLLM's dummy weights are random, but equal in every process
         digest.update(b"dummy")
     else:
-        digest.update(weights_fingerprint.of_directory(weights_dir_of(model.model, load.download_dir, model.revision)))
+        folder = weights_dir_of(model.model, load.download_dir, model.revision)
+        digest.update(weights_fingerprint.of_directory(folder, log.info))
     return digest.digest()
