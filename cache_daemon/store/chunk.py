@@ -79,9 +79,9 @@ class Chunk:
     even after the chunk has left the index.
 
     Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
-    ``last_used_at``, ``load_future``, ``low_priority``), LeaseGuard (``leases``), Pins (``pins``), RetainedChunks
-    (``retained_until``, ``is_retained``), Insertion (``anchors``), TtlIndex (``expires_at``), ChunkGroups (``group``)
-    and Persistence (``write_state``).
+    ``last_used_at``, ``touched_at``, ``load_future``, ``low_priority``), LeaseGuard (``leases``), Pins (``pins``),
+    RetainedChunks (``retained_until``, ``is_retained``), Insertion (``anchors``), TtlIndex (``expires_at``),
+    ChunkGroups (``group``) and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -105,6 +105,7 @@ class Chunk:
     write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while arena_state is IN_FLIGHT
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
+    touched_at: float = field(init=False)  # last use or insertion that the eviction policies know, as last_used_at
     # Copy of the header's field: Match reads it for every chunk that it finds.
     key: bytes = field(init=False)
     parent_key: bytes = field(init=False)
@@ -114,6 +115,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.key, self.parent_key = self.header.prefix_hash, self.header.parent_prefix_hash
+        self.touched_at = self.last_used_at
         self.size_bytes = self.header.payload_bytes
         self.tokens = len(self.ids) // keys.TOKEN_BYTES
 

@@ -35,6 +35,7 @@ class ChunkReader:
         if lease is None or chunk.slot is None:
             raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
         with lease:
+            self._lookup.record_read(chunk)
             yield await self.leased(chunk)
 
     @contextlib.asynccontextmanager

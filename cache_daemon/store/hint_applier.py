@@ -41,18 +41,17 @@ class HintApplier:
         self.retained.extend(chunk, hints.retained_until)
         self._share(chunk, hints.group, hints.low_priority)
 
-    def record_continuation(self, chunk: Chunk | None, hints: ChunkHints, visited: set[Chunk]) -> None:
-        """Apply the hints of a chunk to its ancestors, which must live as long as the chunk.
+    def record_continuation(self, chunk: Chunk | None, hints: PromptHints, visited: set[Chunk]) -> None:
+        """Apply a request's hints to a chunk of its prompt and to the chunk's ancestors.
 
-        ``chunk`` is the chunk's parent. ``visited`` are the ancestors that calls for the same request have visited; the
-        call adds to them. The group and priority of a request are the same for all its chunks.
+        ``visited`` are the chunks that calls for the same request have visited; the call adds to them.
         """
-        if chunk is not None:
-            self.ttl.extend(chunk, hints.expires_at)
+        path: list[Chunk] = []
         while chunk is not None and chunk not in visited:
             visited.add(chunk)
-            self._share(chunk, hints.group, hints.low_priority)
+            path.append(chunk)
             chunk = self.tiers.parent_of(chunk)
+        self.record_match(path[::-1], (), hints)
 
     def leave_groups(self, chunk: Chunk | None) -> None:
         """Take a chunk and its ancestors out of their groups, because a caller without a group reads them."""

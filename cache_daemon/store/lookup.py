@@ -184,7 +184,7 @@ class Lookup:
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> LeaseGuard | None:
-        """Lease one chunk in the arena; None when it cannot be promoted.
+        """Lease one chunk in the arena, which counts as no use; None when it cannot be promoted.
 
         ``usage`` counts an external caller's leases. Raises LimitExceeded when the caller already leases too much.
         """
@@ -202,11 +202,14 @@ class Lookup:
             lease.release()
             raise
         if is_readable(chunk):
-            self._record_use([chunk], [])
-            self._hints.leave_groups(chunk)
             return lease
         lease.release()
         return None
+
+    def record_read(self, chunk: Chunk) -> None:
+        """Record that a caller without a session uses a chunk."""
+        self._record_use([chunk], [])
+        self._hints.leave_groups(chunk)
 
     # ---- helpers --------------------------------------------------------------------------------------------
 

@@ -99,12 +99,12 @@ class Reservations:
         key, at = keys.prefix_hash(parent, ids), hints.at(header.start_position)
         present = self._tiers.index.get(key)
         if present is not None:
-            self._hints.record_use(present, at)
-            self._hints.record_continuation(self._tiers.parent_of(present), at, visited)
+            self._hints.record_continuation(present, hints, visited)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open:
             other = self._open[key][1]
             other.hints = other.hints.merge(at)
+            self._hints.record_continuation(self._tiers.index.get(parent), hints, visited)
             return ReserveResult(RESERVE_OUTCOME_IN_PROGRESS, key)
         if not self._parent_is_known(session, root, parent, header.start_position):
             return ReserveResult(RESERVE_OUTCOME_PARENT_MISSING, key)
@@ -123,7 +123,7 @@ class Reservations:
         reservation_id = secrets.token_bytes(ID_BYTES)
         session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, at)
         self._open[key] = session, made
-        self._hints.record_continuation(self._tiers.index.get(parent), at, visited)
+        self._hints.record_continuation(self._tiers.index.get(parent), hints, visited)
         return ReserveResult(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:

@@ -167,9 +167,14 @@ class TierManager:
         """Tell both eviction policies that a chunk was used."""
         if not chunk.indexed:
             return
+        chunk.touched_at = chunk.last_used_at
         self.arena_quotas.touch(chunk)
         if self.disk_quotas is not None:
             self.disk_quotas.touch(chunk)
+        self.save_recency(chunk)
+
+    def save_recency(self, chunk: Chunk) -> None:
+        """Let the durable tier store the time of an indexed chunk's last use."""
         if chunk.disk_state is not Residency.ABSENT:  # also during a write, which may store an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 

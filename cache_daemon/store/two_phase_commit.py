@@ -36,7 +36,8 @@ from cache_daemon.store.yield_timer import YieldTimer
 _COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
 # Longest time that a commit waits while the arena is full, possibly of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
-_RECENT_USE_SECONDS = 30.0
+# Within this time, uses of a chunk by Match and Commit count as one use for the eviction policies.
+_SAME_USE_SECONDS = 30.0
 
 _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
@@ -123,7 +124,7 @@ class TwoPhaseCommit:
                 self._reservations.end(session, reservation)
             session.committing -= 1
             session.close_staging()
-        self._touch([r for (r, _), o in zip(items_taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
+        await self._touch([r for (r, _), o in zip(items_taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
 
     def _record_refusal(self, refused: Reservation, refusal: CommitOutcome.ValueType) -> None:
@@ -203,12 +204,19 @@ class TwoPhaseCommit:
         self._tiers.counters.commits += outcome is InsertOutcome.INSERTED
         return _OUTCOMES[outcome]
 
-    def _touch(self, committed: Sequence[Reservation]) -> None:
-        """Touch the ancestors of new chunks, unless a Match has just done so."""
-        since = self._tiers.clock() - _RECENT_USE_SECONDS
+    async def _touch(self, committed: Sequence[Reservation]) -> None:
+        """Record a use of the ancestors of new chunks, each once.
+
+        A Match has not always done so: a worker's pool serves short turns of a conversation without one.
+        """
+        now, yield_timer = self._tiers.clock(), YieldTimer()
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
-            while chunk is not None and chunk.last_used_at < since:
-                self._tiers.record_use([chunk], self._tiers.clock(), is_hit=False)
-                self._tiers.touch(chunk)
+            while chunk is not None and chunk.last_used_at < now:
+                self._tiers.record_use([chunk], now, is_hit=False)
+                if chunk.touched_at < now - _SAME_USE_SECONDS:
+                    self._tiers.touch(chunk)
+                else:
+                    self._tiers.save_recency(chunk)
+                await yield_timer.maybe_yield()
                 chunk = self._tiers.parent_of(chunk)

@@ -8,6 +8,7 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.kv_hints import read_kv_hints
+from kvsidecar.retained_prefixes import WHOLE_PROMPT
 from pydantic import Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
@@ -77,7 +78,10 @@ class CacheFields(BodyModel):
             priority=pb.CACHE_PRIORITY_LOW if is_low else pb.CACHE_PRIORITY_UNSPECIFIED,
             fetch=envelope.fetch,
         )
-        for end, seconds in envelope.retained[::-1][: MAX_BREAKPOINTS - len(options.breakpoints)]:
+        prefixes = [(end, seconds) for end, seconds in envelope.retained if end < WHOLE_PROMPT]
+        for _, seconds in envelope.retained[len(prefixes) :]:  # a breakpoint would not include the answer
+            options.retain_seconds = max(options.retain_seconds, seconds)
+        for end, seconds in prefixes[::-1][: MAX_BREAKPOINTS - len(options.breakpoints)]:
             options.breakpoints.add(tokens=end, retain_seconds=seconds)
         return options
 

@@ -47,8 +47,8 @@ def add_retention(
     for messages in sorted(by_end, reverse=True)[: MAX_BREAKPOINTS - len(cache.breakpoints)]:
         cache.breakpoints.add(messages=messages, retain_seconds=by_end[messages])
     is_explicit = isinstance(options, dict) and options.get("mode") == "explicit"
-    if lifetime is not None and not is_explicit and not cache.HasField("retain_seconds"):
-        cache.retain_seconds = lifetime
+    if lifetime is not None and not is_explicit:
+        cache.retain_seconds = max(cache.retain_seconds, lifetime)
 
 
 def is_prewarm(options: Any) -> bool:

@@ -96,12 +96,13 @@ def transfer_tenant(
     there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
     found = _listed(source, tenant)
     missing = [chunk for chunk in found if chunk.ends_at > there.get(chunk.info.prefix_hash, -inf) + _SLACK_SECONDS]
+    root = _root_for_operator(source, tenant)
     carried, lost = TransferResult(known=len(found) - len(missing)), set[bytes]()
     done = 0
     with ThreadPoolExecutor(_NUM_THREADS, "carry") as threads:
         for wave in _waves(missing):
             sent = [chunk for chunk in wave if chunk.info.parent_prefix_hash not in lost]
-            outcomes = threads.map(lambda chunk: _carry_one(source, target, tenant, descriptor, chunk), sent)
+            outcomes = threads.map(lambda chunk: _carry_one(source, target, tenant, root, descriptor, chunk), sent)
             gone = {chunk.info.prefix_hash for chunk in wave} - {chunk.info.prefix_hash for chunk in sent}
             for chunk, size in zip(sent, outcomes, strict=True):
                 if size is None:
@@ -150,10 +151,29 @@ def _listed(daemon: Any, tenant: TenantScope) -> list[_ListedChunk]:
             return found
 
 
+def _root_for_operator(source: Any, tenant: TenantScope) -> bytes:
+    """Return the tenant's root if the caller is an operator at the source, else nothing.
+
+    A Fetch by the root, which only operators may name, promotes no chunk and does not count as a use.
+    """
+    try:
+        source.Stats(pb.StatsRequest(), timeout=_CALL_SECONDS)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+            raise from_rpc(error) from error
+        return b""
+    return keys.tenant_root(tenant.namespace, tenant.salt)
+
+
 def _carry_one(
-    source: Any, target: Any, tenant: TenantScope, descriptor: NamespaceDescriptor, listed: _ListedChunk
+    source: Any,
+    target: Any,
+    tenant: TenantScope,
+    root: bytes,
+    descriptor: NamespaceDescriptor,
+    listed: _ListedChunk,
 ) -> int | None:
-    """Copy one chunk; return its payload's bytes.
+    """Copy one chunk; return its payload's bytes. ``root`` is for the Fetch; see ``_root_for_operator``.
 
     Returns 0 when the target already had the chunk, None when the chunk or its parent no longer exists. Raises
     KVSidecarErrors.
@@ -162,7 +182,9 @@ def _carry_one(
     if left <= 0:
         return None
     ttl = 0 if left == inf else min(MAX_TTL_SECONDS, ceil(left))
-    request = pb.FetchRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, prefix_hash=chunk.prefix_hash)
+    request = pb.FetchRequest(
+        namespace=tenant.namespace, tenant_salt=tenant.salt, prefix_hash=chunk.prefix_hash, root=root
+    )
     fetched = source.Fetch(request, timeout=_CALL_SECONDS)
     failed: list[grpc.RpcError] = []
     header = ChunkHeader()

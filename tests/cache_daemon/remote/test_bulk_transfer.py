@@ -17,6 +17,7 @@ from benchmarks.condition_wait import until_async
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.remote.bulk_transfer import TransferProgress
+from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -178,3 +179,16 @@ def test_by_command(start: Callable[..., Node], tmp_path: Path) -> None:
         server.stop()
         with pytest.raises(Unavailable, match=r"the remote tier fails: .*; 0 of 2 chunks were done"):
             cache("push", name, *salt, of=here)
+
+
+async def test_a_push_is_no_use() -> None:
+    """It counted as a use of each chunk, so a session's release removed nothing, and tenants' TTLs began again."""
+    async with node(InMemoryBackend(), write="never") as a:
+        header = a.bench.header([1, 2])
+        (reserved,) = a.bench.store.reserve(a.bench.session, SALT, [header], PromptHints(group="agent"))
+        await a.bench.store.commit(a.bench.session, a.bench.store.epoch, [a.bench.fill(reserved, [1, 2])])
+        before = [(chunk.hits, chunk.last_used_at) for chunk in a.bench.store.tiers.index]
+        a.bench.clock.now += 5
+        assert (await pushed(a)).chunks == 1
+        assert [(chunk.hits, chunk.last_used_at) for chunk in a.bench.store.tiers.index] == before
+        assert await a.bench.store.groups.release(a.bench.root(SALT), "agent") == 1

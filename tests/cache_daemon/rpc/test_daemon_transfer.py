@@ -9,11 +9,14 @@ from typing import Any
 import grpc
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.daemon_transfer import TenantScope, TransferResult, transfer_tenant
 from kvsidecar.errors import InvalidRequest, Unavailable
+from kvsidecar.net.channel import channel
 
 from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
+from benchmarks.peer import payload_of
 from tests.cache_daemon.conftest import Peer, descriptor
 from tests.cache_daemon.operators import cache
 
@@ -162,3 +165,38 @@ def test_nothing_is_nothing(start: Start) -> None:
     here = start()
     peer = Peer(here)
     assert transfer_tenant(peer.stub, peer.stub, TenantScope(peer.namespace), descriptor()) == TransferResult()
+
+
+def uses(peer: Peer) -> list[tuple[bytes, int, bool]]:
+    """The uses of each chunk, and whether it is in the arena."""
+    return [(chunk.prefix_hash, chunk.hits, chunk.resident) for chunk in peer.list_all()]
+
+
+def test_a_copy_is_no_use_at_the_source(start: Start) -> None:
+    """Each chunk was promoted, and counted as used, which also took it out of its session."""
+    here, there = start(), start()
+    filled(here).close()
+    here.settle()
+    here.restart_daemon()
+    peer, other = Peer(here), Peer(there)
+    request = pb.ReserveRequest(session_id=peer.session, headers=[peer.header([7])], group="agent")
+    (reserved,) = peer.stub.Reserve(request).reservations
+    peer.staged(reserved.staging)[:] = payload_of([7], reserved.staging.size_bytes)
+    assert peer.commit(reserved).committed == 1
+    before = uses(peer)
+    assert sorted(resident for _, _, resident in before) == [False, False, False, True]
+    assert transfer_tenant(peer.stub, other.stub, TenantScope(peer.namespace), descriptor()).chunks == 4
+    assert uses(peer) == before
+    assert peer.stub.ReleaseGroup(pb.ReleaseGroupRequest(namespace=peer.namespace, group="agent")).released == 1
+
+
+def test_a_guest_at_the_source_may_copy_its_chunks(start: Start, tmp_path: Path) -> None:
+    shared = tmp_path / "shared.sock"
+    tmp_path.chmod(0o700)
+    here, there = start(shared_socket=shared), start()
+    filled(here, salt=b"secret")
+    other = Peer(there)
+    with channel(shared) as door:
+        guest = CacheServiceStub(door)
+        carried = transfer_tenant(guest, other.stub, TenantScope(other.namespace, b"secret"), descriptor())
+    assert (carried.chunks, carried.lost) == (3, 0)

@@ -11,6 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.durable_tier import Put, WriteGroup
+from cache_daemon.eviction import Entry, LeastRecentlyUsed
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.reservations import ReserveResult
@@ -157,3 +158,39 @@ async def test_a_stored_chunk_that_does_not_begin_at_its_parents_end_is_not_list
         assert bench.store.stats().corrupt_chunks == 2, "it, and the one that continues it"
         await bench.store.delete(b"", b"")
     assert not inner.stored_keys()
+
+
+async def test_a_prefix_in_use_is_evicted_after_an_unused_chunk() -> None:
+    """Eviction heard of no use of a prefix that was continued again and again within less than 30 s."""
+    async with opened(12 * PAGE, budget_bytes=0, new_policy=POLICIES["lru"]) as bench:
+        parent, unused = b"", b""
+        for turn in range(5):
+            bench.clock.now += 20
+            parent, _ = await bench.put([turn], turn, parent)
+            unused = unused or (await bench.put([100]))[0]
+        answers = bench.store.tiers.index.path(bench.store.find(bench.root(), parent))
+        assert await bench.store.delete(bench.root(), answers[1].key) == 4
+        for other in range(11):
+            await bench.put([1000 + other])
+        assert bench.store.tiers.index.get(unused) is None
+        assert await bench.found([0]) == 1
+
+
+async def test_commits_in_quick_succession_count_as_one_use_for_eviction() -> None:
+    """Otherwise each group of one long prompt would count as a reuse of the groups before it."""
+    touched: list[int] = []
+
+    class Recorder(LeastRecentlyUsed):
+        def touch(self, entry: Entry) -> None:
+            touched.append(entry.start_position)
+            super().touch(entry)
+
+    async with opened(budget_bytes=0, new_policy=Recorder) as bench:
+        parent = b""
+        for turn in range(4):
+            parent, _ = await bench.put([turn], turn, parent)
+            bench.clock.now += 1
+        assert touched == []
+        bench.clock.now += 30
+        await bench.put([4], 4, parent)
+        assert touched == [3, 2, 1, 0]

@@ -316,3 +316,28 @@ async def test_a_retained_prefix_expires_later_than_the_rest() -> None:
         found = await bench.store.match(bench.session, b"", keys.token_bytes(range(6)), hints=kept(bench))
         bench.store.release(bench.session, [found.lease_id])
         assert [await left(s) for s in (3599, 2)] == [2, 0], "the use has renewed it"
+
+
+async def test_short_turns_keep_the_whole_conversation_within_a_tenants_ttl() -> None:
+    """A worker's pool serves short turns without a Match: a Commit is then the only use of the chunks before it."""
+    async with opened(40 * 4096, limits={b"t": TenantLimits(ttl_seconds=60)}) as bench:
+        parent, _ = await bench.put([0], salt=b"t")
+        for turn in range(1, 6):
+            bench.clock.now += 20
+            await bench.store.sweep()
+            parent, outcome = await bench.put([turn], turn, parent, salt=b"t")
+            assert outcome == pb.COMMIT_OUTCOME_COMMITTED
+        assert await ask(bench, list(range(6)), salt=b"t") == 6
+
+
+async def test_a_tenants_ttl_that_a_commit_renewed_holds_over_a_restart() -> None:
+    disk, clock = MemoryTier(), FakeClock()
+    async with opened(tier=disk, clock=clock, limits={b"t": TenantLimits(ttl_seconds=60)}) as bench:
+        parent, _ = await bench.put([0], salt=b"t")
+        for turn in range(1, 6):
+            clock.now += 20
+            parent, _ = await bench.put([turn], turn, parent, salt=b"t")
+            await bench.store.settle()
+    clock.now += 50
+    async with opened(tier=disk, clock=clock, limits={b"t": TenantLimits(ttl_seconds=60)}) as bench:
+        assert await ask(bench, list(range(6)), salt=b"t") == 6

@@ -12,6 +12,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
+from inference_svc.gateway.openai_requests import CompletionRequest
 from tests.inference_svc.gateway.conftest import Gateway
 
 WORDS = "a sentence about nothing in particular, which is long enough to fill more than a chunk of the store "
@@ -233,6 +234,27 @@ def test_a_wrong_hint_is_refused_with_a_sentence(gateway: Gateway, options: dict
     assert answer.status_code == 400, answer.text
     with pytest.raises(InvalidRequest, match=named):
         raise InvalidRequest(answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("directive", [{}, {"end": 300, "covers_output": True}])
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 600),
+        ({"cache_retain_seconds": 60}, 600),
+        ({"cache_retain_seconds": 6000}, 6000),
+        ({"prompt_cache_options": {"ttl": "1h"}}, 3600),
+    ],
+)
+def test_a_hint_for_the_whole_prompt_retains_the_answer(
+    directive: dict[str, Any], fields: dict[str, Any], seconds: int
+) -> None:
+    """It became a breakpoint, and a breakpoint ends at the end of the prompt at the latest."""
+    directives = [directive | {"priority": 50, "duration": 600}, {"end": 64, "priority": 50, "duration": 9000}]
+    hints = envelope(action("kv.retain", {"directives": directives}))
+    options = CompletionRequest(prompt="x", kv_hints=hints, **fields).cache_options()
+    assert options.retain_seconds == seconds
+    assert [(point.tokens, point.retain_seconds) for point in options.breakpoints] == [(64, 9000)]
 
 
 @pytest.mark.parametrize(

@@ -1472,8 +1472,8 @@ class FetchRequest(_message.Message):
     lease_id: _builtins.bytes
     """From MatchResponse. The lease may be released during the call; the requested chunks stay until the call ends."""
     root: _builtins.bytes
-    """The tenant root instead of namespace and tenant_salt; for operators' backups. Such a read promotes no chunk and
-    does not count as a use.
+    """The tenant root instead of namespace and tenant_salt; for operators' backups and copies. Such a read promotes no
+    chunk and does not count as a use.
     """
     @_builtins.property
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
