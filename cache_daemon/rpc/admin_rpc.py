@@ -104,7 +104,7 @@ class AdminServicer(ServicerBase):
             root = b""
         if len(request.page_token) not in (0, 2 * HASH_BYTES):
             raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
-        chunks = self.store.list_chunks(root, request.page_token, size + 1)
+        chunks = self.store.listing.page(root, request.page_token, size + 1)
         if request.with_tokens:
             ends = accumulate(c.tokens for c in chunks)
             size = min(size, max(1, sum(end <= _MAX_PAGE_TOKENS for end in ends)))

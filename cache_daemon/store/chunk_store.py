@@ -41,6 +41,7 @@ from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
 from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.index_evictor import IndexEvictor
 from cache_daemon.store.index_restorer import IndexRestorer
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.leases import LeaseGuard
@@ -104,7 +105,6 @@ class ChunkStore:
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_quotas, disk_quotas, self._writer,
             StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
-            config.max_index_bytes,
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
@@ -120,7 +120,10 @@ class ChunkStore:
         promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
         self._lookup = Lookup(self.tiers, hints, promoter)
         self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
-        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, hints)
+        self._index_evictor = IndexEvictor(self.tiers, config.max_index_bytes)
+        self._inserter = ChunkInserter(
+            self.tiers, arena_evictor, self._index_evictor, self._persistence, self._pins, hints
+        )
         self._reservations = Reservations(self.tiers, self._inserter)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self._reservations, self.epoch, self._threads)
         self.open_session, self.commit = self.sessions.open, self._commit.commit
@@ -147,7 +150,8 @@ class ChunkStore:
             self.ttl.finish_restore()
             self._pins.finish_restore()
             self.retained.finish_restore(self.ttl)
-            await self._persistence.evictor.shrink_to_budget()  # spares pinned and retained chunks
+            await self._index_evictor.shrink()  # both spare pinned and retained chunks
+            await self._persistence.evictor.shrink_to_budget()
         if self.remote is not None:
             self.remote.start()
         self._upkeep.start()
@@ -297,10 +301,6 @@ class ChunkStore:
             if prefix_hash and not deleted:
                 self.find(root, prefix_hash)
             return deleted
-
-    def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks; see ``ChunkList.page``."""
-        return self.listing.page(root, page_token, limit)
 
     async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
         """Write all chunks of a tenant to the remote tier. Raises FailedPrecondition, Unavailable."""

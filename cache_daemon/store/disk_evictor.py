@@ -85,12 +85,10 @@ class DiskEvictor:
         self._max_bytes = float(self.budget_bytes)
 
     async def shrink_to_budget(self) -> None:
-        """Evict chunks beyond the budget and the index's memory after a start: either may have been reduced."""
-        yield_timer = YieldTimer()
-        while self._tiers.shrink_index():
-            await yield_timer.maybe_yield()
+        """Evict chunks beyond the budget after a start: the budget may have been reduced."""
         if self.quotas.used_bytes > self.budget_bytes:
             self._target_bytes = self.budget_bytes * _LOW_WATERMARK
+            yield_timer = YieldTimer()
             while self._shrink_once(_MAX_EXTRA_EVICTIONS):
                 await yield_timer.maybe_yield()
 

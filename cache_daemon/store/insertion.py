@@ -18,6 +18,7 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.index_evictor import IndexEvictor
 from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
@@ -65,6 +66,7 @@ class ChunkInserter:
 
     tiers: TierManager
     arena_evictor: ArenaEvictor
+    index_evictor: IndexEvictor
     persistence: Persistence | None
     pins: Pins
     hints: HintApplier
@@ -149,7 +151,7 @@ class Insertion:
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
-            cause = tiers.make_room_in_index(new_chunk.tenant, header.token_count)
+            cause = self.inserter.index_evictor.make_room(new_chunk.tenant, header.token_count)
             outcome = _OUTCOMES[cause]
             if cause is not None:
                 lost = (header.parent_prefix_hash, header.start_position, new_chunk.ids, cause)

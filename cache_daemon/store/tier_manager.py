@@ -1,7 +1,7 @@
 """Tier manager: records where chunks are, moves them between tiers and removes them.
 
-Only this module changes the index, the arena and both tiers' quotas. ``ArenaEvictor`` and ``DiskEvictor`` choose the
-chunks to evict.
+Only this module changes the index, the arena and both tiers' quotas. ``ArenaEvictor``, ``DiskEvictor`` and
+``IndexEvictor`` choose the chunks to evict.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import structlog
 from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_COMMITTED,
     EVENT_TYPE_DEMOTED,
@@ -30,8 +29,6 @@ from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_quotas import TierQuotas
-
-log = structlog.get_logger("cache_daemon")
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class TierManager:
     disk_quotas: TierQuotas | None
     writer: GroupCommitWriter | None
     context: StoreContext
-    max_index_bytes: float
     events: EventLog = field(init=False)
     accounts: TenantAccounts = field(init=False)
     counters: Counters = field(init=False)
@@ -75,7 +71,6 @@ class TierManager:
     arena_only_pins_bytes: int = 0
     # Durable chunks used since recency was last persisted.
     unsaved_recency: dict[bytes, float] = field(default_factory=dict)
-    _was_index_full: bool = False
 
     def __post_init__(self) -> None:
         self.events, self.accounts = self.context.events, self.context.accounts
@@ -251,44 +246,6 @@ class TierManager:
         victim.disk_state, victim.stored_bytes = Residency.ABSENT, 0
         self.update_evictable(victim)
         self.emit(EVENT_TYPE_UNPERSISTED, victim)
-
-    def make_room_in_index(self, tenant: TenantAccount, tokens: int) -> LossCause | None:
-        """Remove chunks until a tenant may have one more, and the index has memory for it.
-
-        A tenant that has used its quota of entries loses its own chunks. Returns the limit that cannot be met, or None.
-        """
-        most = tenant.limits.entries
-        while most is not None and tenant.entries >= most:
-            if not self._remove_first(lambda quotas: quotas.victims(tenant, own=True), LossCause.ENTRY_QUOTA):
-                return LossCause.ENTRY_QUOTA
-        while self.index.memory_bytes(1, tokens) > self.max_index_bytes:
-            if not self._remove_first(lambda quotas: quotas.victims(tenant, own=False), LossCause.INDEX_FULL):
-                return LossCause.INDEX_FULL
-        return None
-
-    def shrink_index(self) -> bool:
-        """Remove a chunk of any tenant if the index exceeds its memory. Returns True if it removed one."""
-        return self.index.memory_bytes() > self.max_index_bytes and self._remove_first(
-            TierQuotas.all_victims, LossCause.INDEX_FULL
-        )
-
-    def _remove_first(self, victims: Callable[[TierQuotas], Iterable[Chunk]], cause: LossCause) -> bool:
-        """Remove the first of both tiers' victims that may leave both. Returns False if there is none."""
-        tiers = [quotas for quotas in (self.disk_quotas, self.arena_quotas) if quotas is not None]
-        victim = next((c for quotas in tiers for c in victims(quotas) if self._is_evictable(c)), None)
-        if victim is None:
-            return False
-        self.counters.arena_evictions += victim.arena_state is Residency.PRESENT
-        self.counters.durable_evictions += victim.disk_state is Residency.PRESENT
-        self.remove_subtree(victim, cause)
-        if cause is LossCause.INDEX_FULL and not self._was_index_full:
-            self._was_index_full = True
-            log.warning("index_bytes is used up: chunks are evicted for new chunks", chunks=len(self.index))
-        return True
-
-    def _is_evictable(self, chunk: Chunk) -> bool:
-        """Return True if a chunk may leave both tiers."""
-        return not (chunk.in_use or chunk.is_spared or chunk.anchors or self.index.has_children(chunk))
 
     # ---- removal --------------------------------------------------------------------------------------------
 
