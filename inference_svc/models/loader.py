@@ -232,11 +232,7 @@ def load(
         elif place.type != "cpu":
             model = load_to_device(folder, config, chosen, ATTENTION_NAME, place)
         if model is None:
-            # Our expert function keeps a row's bits, but only on a CPU. On a device, transformers' function is faster.
-            experts = EXPERTS if place.type == "cpu" else None
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
-            )
+            model = _from_pretrained(folder, chosen, place)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
@@ -244,6 +240,22 @@ def load(
         quantize_linears(model, width)
     done = _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
     return _join_ranks(done, shard, ranks)
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load a model with transformers. Raises ModelUnsupported for missing weights, which would get random numbers."""
+    # Our expert function keeps a row's bits, but only on a CPU. On a device, transformers' function is faster.
+    experts = EXPERTS if device.type == "cpu" else None
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        experts_implementation=experts,
+        output_loading_info=True,
+    )
+    if found["missing_keys"]:
+        raise ModelUnsupported(f"the files in {folder} have no {min(found['missing_keys'])}, which the model needs")
+    return model
 
 
 def _join_ranks(loaded: LoadedModel, shard: ShardPlan | None, ranks: RankGroup | None) -> LoadedModel:
