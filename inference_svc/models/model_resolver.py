@@ -51,7 +51,8 @@ def _in_folder(folder: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     try:
-        return _in_folder(hub.fetch(hub.select_files(name)))
+        chosen = hub.select_files(name)
+        return hub.fetch(chosen) / chosen.gguf
     except ModelUnsupported as error:
         cached = hub.fetched_before(name)
         if cached is not None and ":" not in name:

@@ -1,0 +1,56 @@
+"""Hub ids resolve to the named file, with the hub and, after that, without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inference_svc.models.model_resolver import DEMO_MODEL
+from tests.inference_svc.models.model_sources import COMMIT, hub
+
+UNREACHABLE = "http://127.0.0.1:9"
+_CODE = """
+import sys
+from kvsidecar.errors import KVSidecarError
+from inference_svc.models.model_resolver import resolve
+for name in sys.argv[1:]:
+    try:
+        print(resolve(name))
+    except KVSidecarError as error:
+        print(error)
+"""
+PLAIN = {file.name: file.read_bytes() for file in DEMO_MODEL.iterdir() if file.is_file()}
+# A hub's files are not read before they are loaded, so that any bytes do.
+BOTH = PLAIN | {"m-Q8_0.gguf": b"GGUF q8", "m-Q4_K_M.gguf": b"GGUF q4", "onnx/config.json": b"{}"}
+PARTS = {f"Q8_0/m-Q8_0-0000{number}-of-00002.gguf": b"GGUF %d" % number for number in (1, 2)}
+
+Resolve = Callable[..., list[str]]
+
+
+@pytest.fixture
+def resolved(tmp_path: Path) -> Resolve:
+    """Resolves names in a process of its own, in one cache: huggingface_hub reads its address when it is imported."""
+
+    def run(address: str, *names: str) -> list[str]:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
+        environment |= {"XDG_DATA_HOME": str(tmp_path / "data"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        command = [sys.executable, "-c", _CODE, *names]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        places = [line.rpartition("/models--")[2] for line in done.stdout.splitlines()]
+        return [place.replace(f"/snapshots/{COMMIT}", "") for place in places]
+
+    return run
+
+
+def test_each_quantization_resolves_to_its_own_file(resolved: Resolve) -> None:
+    """A second file of a repository made the first one ambiguous, and safetensors replaced both."""
+    names = ("org/both:Q8_0", "org/both:Q4_K_M", "org/both", "org/both:Q8_0", "org/parts:Q8_0", "org/parts")
+    q8, first = "org--both/m-Q8_0.gguf", "org--parts/Q8_0/m-Q8_0-00001-of-00002.gguf"
+    with hub({"org/both": BOTH, "org/parts": PARTS}) as address:
+        found = resolved(address, *names)
+    assert found == [q8, "org--both/m-Q4_K_M.gguf", "org--both", q8, first, first]
