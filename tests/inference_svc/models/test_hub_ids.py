@@ -54,3 +54,25 @@ def test_each_quantization_resolves_to_its_own_file(resolved: Resolve) -> None:
     with hub({"org/both": BOTH, "org/parts": PARTS}) as address:
         found = resolved(address, *names)
     assert found == [q8, "org--both/m-Q4_K_M.gguf", "org--both", q8, first, first]
+
+
+def test_downloaded_files_are_found_without_the_hub(resolved: Resolve) -> None:
+    """A restart without the hub found no file of this program: huggingface_hub notes the commit of a branch only."""
+    names = ("org/both", "org/both:Q8_0", "org/parts:Q8_0", "org/parts", "org/one")
+    with hub(
+        {"org/both": BOTH, "org/parts": PARTS, "org/one": {"m-F16.gguf": b"GGUF", "config.json": b"{}"}}
+    ) as address:
+        found = resolved(address, *names)
+    assert found[0] == "org--both"
+    assert found[1] == "org--both/m-Q8_0.gguf"
+    assert resolved(UNREACHABLE, *names) == found
+
+
+def test_other_files_do_not_replace_a_missing_model_without_the_hub(resolved: Resolve) -> None:
+    with hub({"org/both": BOTH, "org/quants": {"m-Q8_0.gguf": b"GGUF", "m-F16.gguf": b"GGUF"}}) as address:
+        resolved(address, "org/both:Q8_0", "org/quants:Q8_0")
+        (ambiguous,) = resolved(address, "org/quants")
+    assert "holds 2 GGUF files; name one like org/quants:Q4_K_M" in ambiguous
+    plain, other = resolved(UNREACHABLE, "org/both", "org/both:Q4_K_M")
+    assert f"the hub {UNREACHABLE} gave no org/both: " in plain
+    assert f"the hub {UNREACHABLE} gave no org/both: " in other
