@@ -24,6 +24,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
+from kvsidecar.models.checkpoint_files import weight_files
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -304,7 +305,7 @@ def _is_needed(
     folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions, device: torch.device
 ) -> bool:
     # Upper bound of the weights' memory. With more free memory, the exact sizes need not be computed.
-    most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in weight_files(folder))
     free = placement_on(device).free_bytes(stream)
     return most + reserved_bytes(stream) > free and streaming_needed(recipe, width, stream, free)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 from pathlib import Path
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files
 
 from inference_svc.models.model_resolver import resolve
 from inference_svc.models.random_models import PREFIX, check_shape
@@ -59,9 +59,6 @@ def check_model(name: str, strict: bool) -> None:
         _check_gguf(found)
         return
     check_folder(found)
-    for file in found.glob("*.safetensors"):
-        if not os.access(file, os.R_OK):
-            raise ModelUnsupported(f"cannot read {file}: permission denied")
     try:
         kinds = json.loads((found / "config.json").read_text(encoding="utf-8")).get("architectures")
     except (OSError, ValueError, AttributeError) as error:
@@ -70,10 +67,11 @@ def check_model(name: str, strict: bool) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelUnsupported for a folder that is not a complete model."""
+    """Raise ModelUnsupported for a folder that is not a complete model, or whose weights' files are damaged."""
     for needed in _NEEDED:
         if not (folder / needed).is_file():
             raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
+    tensor_files(folder)
 
 
 def _check_gguf(file: Path) -> None:
