@@ -22,6 +22,8 @@ _GGUF_MAGIC = b"GGUF"
 # The draft model is a copy of the model itself, at fewer bits.
 SELF = "self"
 _NEEDED = ("config.json", "tokenizer_config.json")
+# A tokenizer has one of them; tokenizer_config.json alone makes an empty one.
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
 def check_device(name: str) -> None:
@@ -71,6 +73,8 @@ def check_folder(folder: Path) -> None:
     for needed in _NEEDED:
         if not (folder / needed).is_file():
             raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
+    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+        raise ModelUnsupported(f"{folder} has no tokenizer: no {', '.join(_VOCABULARIES)}; download the model again")
     tensor_files(folder)
 
 

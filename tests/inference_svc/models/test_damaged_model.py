@@ -12,6 +12,7 @@ from kvsidecar.errors import ModelUnsupported
 from safetensors.torch import load_file, save_file
 
 from inference_svc.models import loader
+from inference_svc.models.model_check import check_model
 from inference_svc.models.model_resolver import DEMO_MODEL
 
 
@@ -30,5 +31,15 @@ def test_a_missing_weight_is_named(folder: Path, device: str, monkeypatch: pytes
         del weights[missing]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     said = f"the files in {folder} have no model.layers.0.input_layernorm.weight, which the model needs"
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(str(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
+    """transformers made an empty tokenizer: every prompt had zero tokens."""
+    (folder / "tokenizer.json").unlink()
+    said = f"{folder} has no tokenizer: no tokenizer.json, *.model, vocab.*, *.tiktoken, tekken.json; download the model again"
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        check_model(str(folder), strict=True)
     with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
         loader.load(str(folder))
