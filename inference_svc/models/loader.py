@@ -25,8 +25,9 @@ from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
 from kvsidecar.models.checkpoint_files import weight_files
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models import awq_checkpoint as quantized
@@ -43,12 +44,13 @@ from inference_svc.models.layer_streaming.weight_source import CheckpointWeights
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
-from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
+from inference_svc.models.mixture_of_experts import register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.model_shape import heads_of, projection_share
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
+from inference_svc.models.pretrained_files import read_config, read_model, read_tokenizer
 from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.models.random_models import config_of_shape
 from inference_svc.models.rope_scaling import freeze_longrope
@@ -199,10 +201,7 @@ def load(
         folder = convert_gguf(source, getattr(torch, dtype), coded=coded)
     check_folder(folder)
     identity = weights_fingerprint.of_directory(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelUnsupported(f"cannot read {folder / 'config.json'}: {error}") from error
+    config = read_config(folder)
     architecture = (config.architectures or ["(none named)"])[0]
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
@@ -233,30 +232,14 @@ def load(
         elif place.type != "cpu":
             model = load_to_device(folder, config, chosen, ATTENTION_NAME, place)
         if model is None:
-            model = _from_pretrained(folder, chosen, place)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+            model = read_model(folder, chosen, ATTENTION_NAME, place)
+        tokenizer = read_tokenizer(folder)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
     if width < 16 and place.type == "cpu" and not packed and streamed is None:
         quantize_linears(model, width)
     done = _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
     return _join_ranks(done, shard, ranks)
-
-
-def _from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a model with transformers. Raises ModelUnsupported for missing weights, which would get random numbers."""
-    # Our expert function keeps a row's bits, but only on a CPU. On a device, transformers' function is faster.
-    experts = EXPERTS if device.type == "cpu" else None
-    model, found = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        experts_implementation=experts,
-        output_loading_info=True,
-    )
-    if found["missing_keys"]:
-        raise ModelUnsupported(f"the files in {folder} have no {min(found['missing_keys'])}, which the model needs")
-    return model
 
 
 def _join_ranks(loaded: LoadedModel, shard: ShardPlan | None, ranks: RankGroup | None) -> LoadedModel:
@@ -327,7 +310,7 @@ def _load_shape(
 ) -> LoadedModel:
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer = read_tokenizer(DEMO_MODEL)
     width = pick_weight_bits(weights, 16, device, stream.mode != "off")
     identity = weights_fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
     if width < 16:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +40,58 @@ def test_a_missing_weight_is_named(folder: Path, device: str, monkeypatch: pytes
 def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
     """transformers made an empty tokenizer: every prompt had zero tokens."""
     (folder / "tokenizer.json").unlink()
-    said = f"{folder} has no tokenizer: no tokenizer.json, *.model, vocab.*, *.tiktoken, tekken.json; download the model again"
+    wanted = "tokenizer.json, *.model, vocab.*, *.tiktoken, tekken.json"
+    said = f"{folder} has no tokenizer: no {wanted}; download the model again"
     with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
         check_model(str(folder), strict=True)
     with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(str(folder))
+
+
+def settings(**changes: Any) -> str:
+    return json.dumps(json.loads((DEMO_MODEL / "config.json").read_text()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", "{", "cannot read FILE: Expecting property name"),
+        ("config.json", "[]", "cannot read FILE: it is not a JSON object"),
+        ("config.json", settings(num_hidden_layers="x"), "num_hidden_layers is 'x' in FILE; allowed are positive"),
+        ("config.json", settings(num_attention_heads=0), "num_attention_heads is 0 in FILE; allowed are positive"),
+        ("config.json", settings(hidden_size=True), "hidden_size is True in FILE; allowed are positive"),
+        ("tokenizer_config.json", "[]", "cannot read FILE: it is not a JSON object"),
+        ("generation_config.json", '{"eos', "cannot read FILE: Unterminated string"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x' in FILE; allowed are"),
+        ("generation_config.json", '{"eos_token_id": [2, "x"]}', r"eos_token_id is \[2, 'x'\] in FILE; allowed are"),
+    ],
+)
+def test_a_damaged_setting_is_named_before_torch_is_imported(folder: Path, file: str, text: str, said: str) -> None:
+    (folder / file).write_text(text)
+    said = said.replace("FILE", re.escape(str(folder / file)))
+    with pytest.raises(ModelUnsupported, match=f"^{said}"):
+        check_model(str(folder), strict=True)
+    with pytest.raises(ModelUnsupported, match=f"^{said}"):
+        loader.load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", settings(rms_norm_eps="x"), "cannot read FILE: "),
+        ("tokenizer.json", "{}", "cannot load the tokenizer in FOLDER: "),
+        ("tokenizer.json", '{"added_tokens": [], "model": 1}', "cannot load the tokenizer in FOLDER: "),
+    ],
+)
+def test_files_that_only_transformers_understands_are_named(folder: Path, file: str, text: str, said: str) -> None:
+    (folder / file).write_text(text)
+    said = said.replace("FILE", re.escape(str(folder / file))).replace("FOLDER", re.escape(str(folder)))
+    with pytest.raises(ModelUnsupported, match=f"^{said}"):
+        loader.load(str(folder))
+
+
+def test_bytes_after_the_weights_are_damage(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as data:
+        data.write(b"more")
+    with pytest.raises(ModelUnsupported, match=re.escape(str(folder))):
         loader.load(str(folder))

@@ -29,7 +29,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         files = sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(f"{index} is damaged: {error!r}; {_AGAIN}") from error
+        raise ModelUnsupported(f"{index} is damaged: it has no weight_map of tensors to files; {_AGAIN}") from error
     for file in files:
         if not file.is_file():
             raise ModelUnsupported(f"{index} names {file.name}, which is missing; {_AGAIN}")
@@ -63,7 +63,7 @@ def _names(file: Path) -> list[str]:
     except OSError as error:
         raise ModelUnsupported(f"cannot read {file}: {str(error.strerror).lower()}") from error
     except (struct.error, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(f"{file} is damaged: its header is unreadable ({error!r}); {_AGAIN}") from error
-    if size < needed:
-        raise ModelUnsupported(f"{file} is damaged: {needed - size} bytes are missing at its end; {_AGAIN}")
+        raise ModelUnsupported(f"{file} is damaged: its header is unreadable; {_AGAIN}") from error
+    if size != needed:
+        raise ModelUnsupported(f"{file} is damaged: it has {size} bytes of tensors instead of {needed}; {_AGAIN}")
     return list(tensors)
