@@ -321,6 +321,17 @@ def test_hub_ids_are_pulled(from_hub: Run, library: ModelLibrary, gguf_file: Pat
     assert listed["org/plain"].architecture == "Qwen2ForCausalLM"
 
 
+@pytest.mark.parametrize("config", [b"{", b"[]", b'{"architectures": 1}'])
+def test_a_damaged_configuration_on_the_hub_is_one_sentence(
+    from_hub: Run, library: ModelLibrary, config: bytes
+) -> None:
+    with hub({"org/plain": {"config.json": config, "model.safetensors": b"x"}}) as address:
+        done = from_hub(address, "org/plain")
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ModelUnsupported: the hub gave a damaged config.json of org/plain: " in last
+    assert visible(library) == []
+
+
 def test_without_a_hub_the_error_is_one_sentence(library: ModelLibrary) -> None:
     command = [sys.executable, "-m", "kvsidecar.cli.root_command", "pull", "org/plain"]
     environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE}
