@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kvsidecar.errors import ChecksumMismatch, ConfigurationError, ModelUnsuppor
 from kvsidecar.models import catalogue
 from kvsidecar.models import model_pull as pulling
 from kvsidecar.models.catalogue import CATALOGUE, PackagedModel, Wheel
-from kvsidecar.models.model_library import ModelLibrary, sha256_of
+from kvsidecar.models.model_library import ModelEntry, ModelLibrary, sha256_of, write_entry
 from kvsidecar.models.model_pull import default_model, pull
 from typer.testing import CliRunner
 
@@ -271,6 +272,22 @@ def test_models_are_listed_and_removed_with_what_was_made_of_them(
     assert library.listed() == []
     with pytest.raises(UnknownModel, match="there is no model 'tiny' to remove; there are none"):
         invoke("models", "rm", "tiny")
+
+
+def test_a_conversion_of_a_file_in_a_subfolder_is_removed_with_its_model(
+    library: ModelLibrary, gguf_file: Path
+) -> None:
+    """A hub's repository may keep its GGUF files in subfolders; the conversion was listed beside the model."""
+    folder = library.folder_of("org/sub:Q8_0")
+    file = folder / "Q8_0" / "tiny.gguf"
+    file.parent.mkdir(parents=True)
+    shutil.copy(gguf_file, file)
+    write_entry(folder, ModelEntry("org/sub:Q8_0", "hub", "", "", "Q8_0/tiny.gguf"))
+    made = convert_gguf(open_source(resolve("org/sub:Q8_0")), torch.float32)
+    assert [one.name for one in library.listed()] == ["org/sub:Q8_0"]
+    library.remove("org/sub:Q8_0")
+    assert not made.exists()
+    assert library.listed() == []
 
 
 def test_what_was_written_out_of_a_file_elsewhere_can_be_removed(library: ModelLibrary, gguf_file: Path) -> None:
