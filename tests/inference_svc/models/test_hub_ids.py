@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.models.model_resolver import DEMO_MODEL
+from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from tests.inference_svc.models.model_sources import COMMIT, hub
 
 UNREACHABLE = "http://127.0.0.1:9"
@@ -54,6 +54,15 @@ def test_each_quantization_resolves_to_its_own_file(resolved: Resolve) -> None:
     with hub({"org/both": BOTH, "org/parts": PARTS}) as address:
         found = resolved(address, *names)
     assert found == [q8, "org--both/m-Q4_K_M.gguf", "org--both", q8, first, first]
+
+
+def test_an_image_projector_is_no_model(resolved: Resolve, tmp_path: Path) -> None:
+    files = {"m-F16.gguf": b"GGUF", "mmproj-m-F16.gguf": b"GGUF"}
+    with hub({"org/images": files}) as address:
+        assert resolved(address, "org/images", "org/images:F16") == 2 * ["org--images/m-F16.gguf"]
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert resolve(str(tmp_path)) == tmp_path / "m-F16.gguf"
 
 
 def test_downloaded_files_are_found_without_the_hub(resolved: Resolve) -> None:
