@@ -24,7 +24,7 @@ def read_config(folder: Path) -> Any:
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer. Raises ModelUnsupported."""
     try:
-        return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises Exception itself
         raise ModelUnsupported(f"cannot load the tokenizer in {folder}: {_one_line(error)}") from error
 

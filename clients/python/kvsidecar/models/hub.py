@@ -102,7 +102,9 @@ def fetched_before(name: str) -> Path | None:
         )
         here = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
         files, gguf = _files(repository, here, wanted)
-    except (*_failures(), ModelUnsupported):
+    except _failures():
+        return None
+    except ModelUnsupported:  # none of the files in the cache is the model
         return None
     return folder / gguf if set(files) <= set(here) else None
 
