@@ -18,6 +18,7 @@ from kvkernels.cpu import quantized_gemm
 from kvkernels.cpu.quantized_gemm import QuantizedWeight
 from kvkernels.cuda import awq_gemm
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files
 from rich.progress import Progress
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from inference_svc.models import compressed_tensors
 from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
-from inference_svc.models.safetensors_reader import shape_in, tensor_files, tensor_in
+from inference_svc.models.safetensors_reader import shape_in, tensor_in
 
 METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvsidecar.models.checkpoint_files import tensor_files
 
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
-from inference_svc.models.safetensors_reader import tensor_files, tensor_in
+from inference_svc.models.safetensors_reader import tensor_in
 
 
 def load_to_device(folder: Path, config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> Any | None:

@@ -24,8 +24,10 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
+from kvsidecar.models.checkpoint_files import weight_files
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models import awq_checkpoint as quantized
@@ -42,12 +44,13 @@ from inference_svc.models.layer_streaming.weight_source import CheckpointWeights
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
-from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
+from inference_svc.models.mixture_of_experts import register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.model_shape import heads_of, projection_share
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
+from inference_svc.models.pretrained_files import read_config, read_model, read_tokenizer
 from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.models.random_models import config_of_shape
 from inference_svc.models.rope_scaling import freeze_longrope
@@ -198,10 +201,7 @@ def load(
         folder = convert_gguf(source, getattr(torch, dtype), coded=coded)
     check_folder(folder)
     identity = weights_fingerprint.of_directory(folder, log.info)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelUnsupported(f"cannot read {folder / 'config.json'}: {error}") from error
+    config = read_config(folder)
     architecture = (config.architectures or ["(none named)"])[0]
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
@@ -232,13 +232,9 @@ def load(
         elif place.type != "cpu":
             model = load_to_device(folder, config, chosen, ATTENTION_NAME, place)
         if model is None:
-            # Our expert function keeps a row's bits, but only on a CPU. On a device, transformers' function is faster.
-            experts = EXPERTS if place.type == "cpu" else None
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+            model = read_model(folder, chosen, ATTENTION_NAME, place)
+        tokenizer = read_tokenizer(folder)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
     if width < 16 and place.type == "cpu" and not packed and streamed is None:
         quantize_linears(model, width)
@@ -292,7 +288,7 @@ def _is_needed(
     folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions, device: torch.device
 ) -> bool:
     # Upper bound of the weights' memory. With more free memory, the exact sizes need not be computed.
-    most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in weight_files(folder))
     free = placement_on(device).free_bytes(stream)
     return most + reserved_bytes(stream) > free and streaming_needed(recipe, width, stream, free)
 
@@ -314,7 +310,7 @@ def _load_shape(
 ) -> LoadedModel:
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer = read_tokenizer(DEMO_MODEL)
     width = pick_weight_bits(weights, 16, device, stream.mode != "off")
     identity = weights_fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
     if width < 16:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 from pathlib import Path
+from typing import Any
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files
 
 from inference_svc.models.model_resolver import resolve
 from inference_svc.models.random_models import PREFIX, check_shape
@@ -22,6 +23,9 @@ _GGUF_MAGIC = b"GGUF"
 # The draft model is a copy of the model itself, at fewer bits.
 SELF = "self"
 _NEEDED = ("config.json", "tokenizer_config.json")
+_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+# A tokenizer has one of them; tokenizer_config.json alone makes an empty one.
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
 def check_device(name: str) -> None:
@@ -59,21 +63,43 @@ def check_model(name: str, strict: bool) -> None:
         _check_gguf(found)
         return
     check_folder(found)
-    for file in found.glob("*.safetensors"):
-        if not os.access(file, os.R_OK):
-            raise ModelUnsupported(f"cannot read {file}: permission denied")
-    try:
-        kinds = json.loads((found / "config.json").read_text(encoding="utf-8")).get("architectures")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelUnsupported(f"cannot read {found / 'config.json'}: {error}") from error
+    kinds = _read_object(found / "config.json").get("architectures")
     check_name((kinds or ["(none named)"])[0], strict)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelUnsupported for a folder that is not a complete model."""
+    """Raise ModelUnsupported for a folder that is not a complete model, or whose weights' files are damaged."""
     for needed in _NEEDED:
         if not (folder / needed).is_file():
             raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
+    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+        raise ModelUnsupported(f"{folder} has no tokenizer: no {', '.join(_VOCABULARIES)}; download the model again")
+    _check_settings(folder)
+    tensor_files(folder)
+
+
+def _check_settings(folder: Path) -> None:
+    """Raise ModelUnsupported for settings of the wrong type that transformers or the loader would crash on."""
+    _read_object(folder / "tokenizer_config.json")
+    config, generation = folder / "config.json", folder / "generation_config.json"
+    shape = _read_object(config)
+    for name in _SIZES:
+        size = shape.get(name)
+        if size is not None and not (type(size) is int and size > 0):
+            raise ModelUnsupported(f"{name} is {size!r} in {config}; allowed are positive integers")
+    ends = _read_object(generation).get("eos_token_id") if generation.is_file() else None
+    if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
+        raise ModelUnsupported(f"eos_token_id is {ends!r} in {generation}; allowed are an integer and a list of them")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnsupported(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelUnsupported(f"cannot read {file}: it is not a JSON object")
+    return found
 
 
 def _check_gguf(file: Path) -> None:

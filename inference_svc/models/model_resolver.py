@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsidecar.errors import ModelUnsupported
+from kvsidecar.errors import ModelUnsupported, Unavailable
 from kvsidecar.models import hub
 from kvsidecar.models.catalogue import CATALOGUE
 from kvsidecar.models.gguf_parts import first_parts
@@ -51,11 +51,12 @@ def _in_folder(folder: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     try:
-        return _in_folder(hub.fetch(hub.select_files(name)))
-    except ModelUnsupported as error:
-        cached = hub.fetched_before(name)
-        if cached is not None and ":" not in name:
-            return _in_folder(cached)
+        chosen = hub.select_files(name)
+        return hub.fetch(chosen) / chosen.gguf
+    except (ModelUnsupported, Unavailable) as error:
+        cached = hub.fetched_before(name) if isinstance(error, Unavailable) else None
+        if cached is not None:
+            return cached
         raise ModelUnsupported(
             f"{name!r} is neither 'demo', 'shape:NAME', a folder, a GGUF file, nor a model that the hub could give: "
             f"{error}"

@@ -1,7 +1,4 @@
-"""Reads single tensors of the safetensors files in a model's folder.
-
-Format: https://github.com/huggingface/safetensors#format.
-"""
+"""Reads single tensors of the safetensors files in a model's folder."""
 
 from __future__ import annotations
 
@@ -9,21 +6,8 @@ from pathlib import Path
 
 import torch
 from kvsidecar.errors import ModelUnsupported
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map each tensor of a folder's safetensors to its file."""
-    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as data:
-            return list(data.keys())
-    except SafetensorError as error:
-        raise ModelUnsupported(f"{file} is damaged: {error}") from error
 
 
 def tensor_in(where: dict[str, Path], name: str) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.models import hub
+from kvsidecar.models.checkpoint_files import weight_files
 from kvsidecar.process.free_memory import free_bytes
 
 from inference_svc.models.model_resolver import resolve
@@ -28,7 +29,7 @@ def prefetch_weights(model: str) -> threading.Thread | None:
         place = hub.fetched_before(model) if hub.is_hub_id(model) and not Path(model).exists() else resolve(model)
         if place is None:
             return None
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        files = weight_files(place) if place.is_dir() else [place]
         if not files or sum(file.stat().st_size for file in files) > free_bytes() // _SHARE_OF_FREE:
             return None
     except (OSError, KVSidecarError):

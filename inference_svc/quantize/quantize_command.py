@@ -15,6 +15,7 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.cli.flags import FlagParser
 from kvsidecar.cli.service_settings import configure_logging
 from kvsidecar.errors import KVSidecarError, ModelUnsupported
+from kvsidecar.models.checkpoint_files import weight_files
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
@@ -120,7 +121,7 @@ def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
             SafetensorsWriter(partial / "model.safetensors", tensors) as weights,
         ):
             measured = work.run(found, weights, progress)
-        before = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+        before = sum(f.stat().st_size for f in weight_files(folder))
         counts = (found.calibration.numel(), found.evaluation.numel())
         seconds = round(time.perf_counter() - began, 1)
         report = QuantizeReport(name, str(out), work.group, before, size, *counts, seconds, measured)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from kvkernels.cpu import f32_gemm
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files
 from torch import Tensor, nn
 
 from inference_svc.models import awq_checkpoint, safetensors_reader
@@ -72,7 +73,7 @@ class CheckpointWeights:
 
     def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.LinearFactory | None) -> None:
         self._folder, self._dtype, self._keep = folder, dtype, keep
-        self._where = safetensors_reader.tensor_files(folder)
+        self._where = tensor_files(folder)
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         for name in [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]:

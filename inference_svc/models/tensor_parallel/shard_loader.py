@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from inference_svc.models.layer_streaming.weight_source import fill_random
 from inference_svc.models.meta_model import build_meta_model, set_generation_config
-from inference_svc.models.safetensors_reader import shape_in, tensor_files
+from inference_svc.models.safetensors_reader import shape_in
 from inference_svc.models.tensor_parallel.shard_plan import Part, ShardPlan
 
 # Reads the given ranges of one dimension of a parameter. Without a dimension, reads the whole parameter.

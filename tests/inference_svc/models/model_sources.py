@@ -43,11 +43,12 @@ def hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[str]:
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             for name, files in repositories.items():
-                if path in (f"/api/models/{name}", f"/api/models/{name}/revision/{COMMIT}"):
+                about = f"/api/models/{name}"
+                if path in (about, f"{about}/revision/main", f"{about}/revision/{COMMIT}"):
                     siblings = [{"rfilename": f, "size": len(data)} for f, data in files.items()]
-                    about = {"id": name, "sha": COMMIT, "siblings": siblings, "cardData": {"license": "mit"}}
-                    return self._answer(json.dumps(about).encode(), "application/json")
-                if path == f"/api/models/{name}/tree/{COMMIT}":
+                    info = {"id": name, "sha": COMMIT, "siblings": siblings, "cardData": {"license": "mit"}}
+                    return self._answer(json.dumps(info).encode(), "application/json")
+                if path == f"{about}/tree/{COMMIT}":
                     tree = [{"type": "file", "path": f, "size": len(d), "oid": "0" * 40} for f, d in files.items()]
                     return self._answer(json.dumps(tree).encode(), "application/json")
                 file = path.removeprefix(f"/{name}/resolve/{COMMIT}/")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files
 from safetensors.torch import load_file, save_file
 
-from inference_svc.models import awq_checkpoint, compressed_tensors, safetensors_reader
+from inference_svc.models import awq_checkpoint, compressed_tensors
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import DEMO_MODEL, load
 
@@ -125,7 +126,7 @@ def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
     del parts[part]
     save_file({f"layer.{name}": tensor for name, tensor in parts.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelUnsupported, match=f"layer.{part}"):
-        awq_checkpoint.parts_in(safetensors_reader.tensor_files(tmp_path), "layer")
+        awq_checkpoint.parts_in(tensor_files(tmp_path), "layer")
 
 
 def test_parts_that_do_not_fit_and_an_order_of_inputs_are_refused(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_parts_that_do_not_fit_and_an_order_of_inputs_are_refused(tmp_path: Path
         tensors = {f"layer.{name}": tensor for name, tensor in (parts | wrong).items()}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(ModelUnsupported, match=message):
-            awq_checkpoint.parts_in(safetensors_reader.tensor_files(tmp_path), "layer")
+            awq_checkpoint.parts_in(tensor_files(tmp_path), "layer")
 
 
 @pytest.mark.parametrize(
@@ -166,4 +167,4 @@ def test_parts_that_do_not_fit_and_an_order_of_inputs_are_refused(tmp_path: Path
 def test_estimating_a_damaged_layer_says_what_is_wrong_with_it(tensors: Tensors, tmp_path: Path) -> None:
     save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelUnsupported, match="layer"):
-        awq_checkpoint.form_in(safetensors_reader.tensor_files(tmp_path), "layer")
+        awq_checkpoint.form_in(tensor_files(tmp_path), "layer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kvsidecar.errors import ChecksumMismatch, ConfigurationError, ModelUnsuppor
 from kvsidecar.models import catalogue
 from kvsidecar.models import model_pull as pulling
 from kvsidecar.models.catalogue import CATALOGUE, PackagedModel, Wheel
-from kvsidecar.models.model_library import ModelLibrary, sha256_of
+from kvsidecar.models.model_library import ModelEntry, ModelLibrary, sha256_of, write_entry
 from kvsidecar.models.model_pull import default_model, pull
 from typer.testing import CliRunner
 
@@ -273,6 +274,22 @@ def test_models_are_listed_and_removed_with_what_was_made_of_them(
         invoke("models", "rm", "tiny")
 
 
+def test_a_conversion_of_a_file_in_a_subfolder_is_removed_with_its_model(
+    library: ModelLibrary, gguf_file: Path
+) -> None:
+    """A hub's repository may keep its GGUF files in subfolders; the conversion was listed beside the model."""
+    folder = library.folder_of("org/sub:Q8_0")
+    file = folder / "Q8_0" / "tiny.gguf"
+    file.parent.mkdir(parents=True)
+    shutil.copy(gguf_file, file)
+    write_entry(folder, ModelEntry("org/sub:Q8_0", "hub", "", "", "Q8_0/tiny.gguf"))
+    made = convert_gguf(open_source(resolve("org/sub:Q8_0")), torch.float32)
+    assert [one.name for one in library.listed()] == ["org/sub:Q8_0"]
+    library.remove("org/sub:Q8_0")
+    assert not made.exists()
+    assert library.listed() == []
+
+
 def test_what_was_written_out_of_a_file_elsewhere_can_be_removed(library: ModelLibrary, gguf_file: Path) -> None:
     convert_gguf(open_source(gguf_file), torch.float32)
     (one,) = library.listed()
@@ -319,6 +336,17 @@ def test_hub_ids_are_pulled(from_hub: Run, library: ModelLibrary, gguf_file: Pat
     listed = {one.name: one for one in library.listed()}
     assert listed["org/plain"].source == f"hub: org/plain at {COMMIT[:12]}"
     assert listed["org/plain"].architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize("config", [b"{", b"[]", b'{"architectures": 1}'])
+def test_a_damaged_configuration_on_the_hub_is_one_sentence(
+    from_hub: Run, library: ModelLibrary, config: bytes
+) -> None:
+    with hub({"org/plain": {"config.json": config, "model.safetensors": b"x"}}) as address:
+        done = from_hub(address, "org/plain")
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ModelUnsupported: the hub gave a damaged config.json of org/plain: " in last
+    assert visible(library) == []
 
 
 def test_without_a_hub_the_error_is_one_sentence(library: ModelLibrary) -> None:

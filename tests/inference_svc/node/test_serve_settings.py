@@ -172,6 +172,7 @@ def test_folders_and_files_that_are_no_model_are_refused(serve: Any, tmp_path: P
     folder.mkdir()
     assert f"{folder} has no config.json" in serve(str(folder))
     (folder / "tokenizer_config.json").write_text("{}")
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
     (folder / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
     assert "MambaForCausalLM is not supported: layers carry a recurrent state" in serve(str(folder))
     (folder / "config.json").write_text("{")
@@ -217,6 +218,7 @@ def test_what_was_never_verified_is_tried_when_the_user_insists(children: Any, s
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer_config.json").write_text("{}")
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
     (folder / "config.json").write_text('{"architectures": ["CohereForCausalLM"]}')
     assert "--strict false tries it all the same" in serve(str(folder))
     assert "--strict=False" in children(str(folder), "--strict", "false")[0]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5})\.gguf")
+_PROJECTOR = "mmproj"
 
 
 def part_names(name: str) -> list[str]:
@@ -23,5 +24,5 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """Return one name per file: the names of whole files, and of first parts."""
-    return sorted(name for name in names if part_names(name)[0] == name)
+    """Return one name per model: the names of whole files, and of first parts. An image projector is no model."""
+    return sorted(name for name in names if part_names(name)[0] == name and _PROJECTOR not in name.lower())

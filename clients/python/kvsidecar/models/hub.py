@@ -12,10 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsidecar.errors import ModelUnsupported
+from kvsidecar.errors import ModelUnsupported, Unavailable
 from kvsidecar.models.gguf_parts import first_parts, part_names
 
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
+_UNWANTED = ("*/*", "consolidated.safetensors")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
 
 
@@ -38,7 +39,7 @@ def is_hub_id(name: str) -> bool:
 def select_files(name: str) -> HubSelection:
     """Select the files of ``ORG/NAME`` or ``ORG/NAME:QUANT``.
 
-    Raises ModelUnsupported when the hub is unavailable, does not know the repository, or has no suitable file.
+    Raises Unavailable when the hub gives no such repository, and ModelUnsupported when it has no suitable file.
     """
     from huggingface_hub import HfApi
 
@@ -46,7 +47,7 @@ def select_files(name: str) -> HubSelection:
     try:
         info = HfApi().model_info(repository, files_metadata=True)
     except _failures() as error:
-        raise ModelUnsupported(f"the hub {HfApi().endpoint} gave no {repository}: {_first_line(error)}") from error
+        raise Unavailable(f"the hub {HfApi().endpoint} gave no {repository}: {_first_line(error)}") from error
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     files, gguf = _files(repository, list(sizes), wanted)
     licence = str(getattr(info.card_data, "license", "") or "")
@@ -56,11 +57,10 @@ def select_files(name: str) -> HubSelection:
 def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], str]:
     packed = first_parts(f for f in files if f.endswith(".gguf"))
     if not wanted and any(f.endswith(".safetensors") and "/" not in f for f in files):
-        plain = [f for f in files if "/" not in f and f != "consolidated.safetensors"]
-        return [f for f in plain if any(fnmatch.fnmatch(f, pattern) for pattern in _WANTED)], ""
+        return [f for f in files if _fits(f, _WANTED) and not _fits(f, _UNWANTED)], ""
     fitting = [f for f in packed if wanted.lower() in re.split(r"[.-]", f.lower())] if wanted else packed
     if len(fitting) == 1:
-        notes = [f for f in files if fnmatch.fnmatch(f, "LICENSE*") or fnmatch.fnmatch(f, "NOTICE*")]
+        notes = [f for f in files if _fits(f, ("LICENSE*", "NOTICE*"))]
         return [*part_names(fitting[0]), *notes], fitting[0]
     if not packed:
         raise ModelUnsupported(f"{repository} holds neither safetensors nor GGUF files")
@@ -70,27 +70,43 @@ def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], s
     )
 
 
+def _fits(file: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+
+
 def fetch(chosen: HubSelection, folder: Path | None = None) -> Path:
-    """Download the files into a folder, or into huggingface_hub's cache. Raises ModelUnsupported."""
+    """Download the files into a folder, or into huggingface_hub's cache. Raises Unavailable."""
     from huggingface_hub import snapshot_download
 
+    # For a branch, huggingface_hub records the commit in its cache; without the record, fetched_before finds nothing.
+    revision = "main" if folder is None else chosen.commit
     try:
         found = snapshot_download(
-            chosen.repository, revision=chosen.commit, local_dir=folder, allow_patterns=list(chosen.files)
+            chosen.repository, revision=revision, local_dir=folder, allow_patterns=list(chosen.files)
         )
     except _failures() as error:
-        raise ModelUnsupported(f"the hub did not give all of {chosen.repository}: {_first_line(error)}") from error
+        raise Unavailable(f"the hub did not give all of {chosen.repository}: {_first_line(error)}") from error
     return Path(found)
 
 
 def fetched_before(name: str) -> Path | None:
-    """Return a repository's folder in huggingface_hub's cache, or None; uses no network."""
+    """Return the folder or GGUF file of a hub id in huggingface_hub's cache, or None; uses no network."""
     from huggingface_hub import snapshot_download
 
+    repository, _, wanted = name.partition(":")
+    # A repository with safetensors must not resolve to a GGUF file because the cache lacks the safetensors.
+    needed = [] if wanted else ["*.safetensors"]
     try:
-        return Path(snapshot_download(name.partition(":")[0], local_files_only=True))
+        folder = Path(
+            snapshot_download(repository, local_files_only=True, allow_patterns=needed, ignore_patterns=list(_UNWANTED))
+        )
+        here = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        files, gguf = _files(repository, here, wanted)
     except _failures():
         return None
+    except ModelUnsupported:  # none of the files in the cache is the model
+        return None
+    return folder / gguf if set(files) <= set(here) else None
 
 
 def _failures() -> tuple[type[BaseException], ...]:

@@ -261,8 +261,8 @@ def _size_and_time(file: Path) -> tuple[int, int]:
 
 
 def _made_of(source: dict[str, Any], folder: Path) -> bool:
-    """Return whether a conversion's source file is in this folder."""
-    return Path(source.get("path", "")).parent == folder.resolve()
+    """Return whether a conversion's source file is in this folder or below it."""
+    return Path(source.get("path", "")).is_relative_to(folder.resolve())
 
 
 def _folders(parent: Path) -> list[Path]:

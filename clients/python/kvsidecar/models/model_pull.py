@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvsidecar.byte_sizes import format_size
-from kvsidecar.errors import ChecksumMismatch, ConfigurationError, Unavailable, UnknownModel
+from kvsidecar.errors import ChecksumMismatch, ConfigurationError, ModelUnsupported, Unavailable, UnknownModel
 from kvsidecar.models import hub
 from kvsidecar.models.catalogue import CATALOGUE, DEFAULT, PackagedModel, Wheel
 from kvsidecar.models.model_library import BUILT_IN, ModelEntry, ModelLibrary, sha256_of, write_entry
@@ -149,7 +149,15 @@ def _from_hub(name: str, folder: Path, say: Say) -> ModelEntry:
     say(f"fetching {chosen.repository} at {chosen.commit[:12]}: {format_size(chosen.size_bytes)}")
     hub.fetch(chosen, folder)
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's download metadata
-    config = folder / "config.json"
-    kinds = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [] if config.is_file() else []
     source = f"hub: {chosen.repository} at {chosen.commit[:12]}"
-    return ModelEntry(name, source, ", ".join(kinds), chosen.licence, chosen.gguf)
+    return ModelEntry(name, source, _architectures(chosen.repository, folder), chosen.licence, chosen.gguf)
+
+
+def _architectures(repository: str, folder: Path) -> str:
+    config = folder / "config.json"
+    if not config.is_file():
+        return ""
+    try:
+        return ", ".join(json.loads(config.read_text(encoding="utf-8")).get("architectures") or [])
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ModelUnsupported(f"the hub gave a damaged config.json of {repository}: {error}") from error

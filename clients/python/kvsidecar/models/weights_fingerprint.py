@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.checkpoint_files import tensor_files, weight_files
 from kvsidecar.models.file_digests import digests_of
 
 _IGNORED_SETTINGS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
@@ -20,26 +20,15 @@ def of_directory(folder: Path, tell: Callable[[str], object] = log.info) -> byte
     """Return SHA-256 over config.json and every byte of the safetensors files, in the order of their names.
 
     The files are read once, and again after they change; ``tell`` gets a sentence when that takes long. Raises
-    ModelUnsupported without safetensors files.
+    ModelUnsupported without safetensors files, and for damaged files.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise ModelUnsupported(f"{folder} holds no .safetensors file; save the model with safetensors")
-    for file in files:
-        _check_header(file)
+    tensor_files(folder)  # refuses damaged files
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kept = {k: v for k, v in settings.items() if k not in _IGNORED_SETTINGS}
     return hashlib.sha256(b"".join([json.dumps(kept, sort_keys=True).encode(), *digests_of(files, tell)])).digest()
-
-
-def _check_header(file: Path) -> None:
-    with file.open("rb") as data:
-        head = data.read(8)
-    if len(head) < 8:
-        raise ModelUnsupported(f"{file} is truncated: {len(head)} bytes")
-    (length,) = struct.unpack("<Q", head)
-    if length > file.stat().st_size:
-        raise ModelUnsupported(f"{file} is not a safetensors file, or is truncated")
 
 
 def of_random(shape: str, seed: int) -> bytes:

@@ -1,0 +1,69 @@
+"""Chooses a folder's safetensors files like transformers, and maps tensors to files. Needs no torch.
+
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from kvsidecar.errors import ModelUnsupported
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "download the model again"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the files with a model's weights.
+
+    These are model.safetensors, or else the files in the index, or else all safetensors files. Raises ModelUnsupported
+    for a damaged index, and for one that names a missing file.
+    """
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        files = sorted({folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnsupported(f"{index} is damaged: it has no weight_map of tensors to files; {_AGAIN}") from error
+    for file in files:
+        if not file.is_file():
+            raise ModelUnsupported(f"{index} names {file.name}, which is missing; {_AGAIN}")
+    return files
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Map each tensor of a folder's weights to its file.
+
+    Raises ModelUnsupported for a damaged or unreadable file, and for a name that two files have.
+    """
+    where: dict[str, Path] = {}
+    for file in weight_files(folder):
+        for name in _names(file):
+            if name in where:
+                raise ModelUnsupported(
+                    f"{folder} has the tensor {name} in {where[name].name} and in {file.name}; keep one model's files"
+                )
+            where[name] = file
+    return where
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            size = file.stat().st_size - 8 - length
+            tensors = json.loads(data.read(length)) if size >= 0 else {}
+        tensors.pop("__metadata__", None)
+        needed = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+    except OSError as error:
+        raise ModelUnsupported(f"cannot read {file}: {str(error.strerror).lower()}") from error
+    except (struct.error, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ModelUnsupported(f"{file} is damaged: its header is unreadable; {_AGAIN}") from error
+    if size != needed:
+        raise ModelUnsupported(f"{file} is damaged: it has {size} bytes of tensors instead of {needed}; {_AGAIN}")
+    return list(tensors)

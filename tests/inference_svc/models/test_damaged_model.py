@@ -1,0 +1,97 @@
+"""Folders whose files are incomplete or damaged are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvsidecar.errors import ModelUnsupported
+from safetensors.torch import load_file, save_file
+
+from inference_svc.models import loader
+from inference_svc.models.model_check import check_model
+from inference_svc.models.model_resolver import DEMO_MODEL
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the built-in model."""
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_missing_weight_is_named(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gave a missing weight random numbers, different ones at each start. The meta device is the GPU."""
+    monkeypatch.setattr(loader, "pick_device", lambda _: torch.device(device))
+    weights = load_file(folder / "model.safetensors")
+    for missing in ("model.layers.3.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"):
+        del weights[missing]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    said = f"the files in {folder} have no model.layers.0.input_layernorm.weight, which the model needs"
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(str(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder: Path) -> None:
+    """transformers made an empty tokenizer: every prompt had zero tokens."""
+    (folder / "tokenizer.json").unlink()
+    wanted = "tokenizer.json, *.model, vocab.*, *.tiktoken, tekken.json"
+    said = f"{folder} has no tokenizer: no {wanted}; download the model again"
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        check_model(str(folder), strict=True)
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(str(folder))
+
+
+def settings(**changes: Any) -> str:
+    return json.dumps(json.loads((DEMO_MODEL / "config.json").read_text()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", "{", "cannot read FILE: Expecting property name"),
+        ("config.json", "[]", "cannot read FILE: it is not a JSON object"),
+        ("config.json", settings(num_hidden_layers="x"), "num_hidden_layers is 'x' in FILE; allowed are positive"),
+        ("config.json", settings(num_attention_heads=0), "num_attention_heads is 0 in FILE; allowed are positive"),
+        ("config.json", settings(hidden_size=True), "hidden_size is True in FILE; allowed are positive"),
+        ("tokenizer_config.json", "[]", "cannot read FILE: it is not a JSON object"),
+        ("generation_config.json", '{"eos', "cannot read FILE: Unterminated string"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x' in FILE; allowed are"),
+        ("generation_config.json", '{"eos_token_id": [2, "x"]}', r"eos_token_id is \[2, 'x'\] in FILE; allowed are"),
+    ],
+)
+def test_a_damaged_setting_is_named_before_torch_is_imported(folder: Path, file: str, text: str, said: str) -> None:
+    (folder / file).write_text(text)
+    said = said.replace("FILE", re.escape(str(folder / file)))
+    with pytest.raises(ModelUnsupported, match=f"^{said}"):
+        check_model(str(folder), strict=True)
+    with pytest.raises(ModelUnsupported, match=f"^{said}"):
+        loader.load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", settings(rms_norm_eps="x"), "cannot read FILE: "),
+        ("tokenizer.json", "{}", "cannot load the tokenizer in FOLDER: "),
+        ("tokenizer.json", '{"added_tokens": [], "model": 1}', "cannot load the tokenizer in FOLDER: "),
+    ],
+)
+def test_files_that_only_transformers_understands_are_named(folder: Path, file: str, text: str, said: str) -> None:
+    (folder / file).write_text(text)
+    said = said.replace("FILE", re.escape(str(folder / file))).replace("FOLDER", re.escape(str(folder)))
+    with pytest.raises(ModelUnsupported, match=f"^{said}"):
+        loader.load(str(folder))
+
+
+def test_bytes_after_the_weights_are_damage(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as data:
+        data.write(b"more")
+    with pytest.raises(ModelUnsupported, match=re.escape(str(folder))):
+        loader.load(str(folder))
