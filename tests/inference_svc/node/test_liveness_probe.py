@@ -292,6 +292,8 @@ def test_a_request_waits_for_a_worker_that_was_killed_as_long_as_it_loads(tmp_pa
         (worker,) = served.children("--name=worker-0")
         answers: list[httpx.Response] = []
         worker.kill()
+        reports = tmp_path / "kvsidecar", served.process.pid
+        served.until(lambda: read_reports(*reports)["worker-0"].state == STARTING)
         asking = threading.Thread(target=lambda: answers.append(served.ask()))
         asking.start()
         asking.join(DEADLINE_SECONDS)
