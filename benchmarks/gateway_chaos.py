@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -114,8 +114,9 @@ class ServedNode:
         name = f"--name=worker-{self._killed % self._options.workers}"
         self._killed += 1
         for child in psutil.Process(self._process.pid).children():
-            if name in child.cmdline():
-                os.kill(child.pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process may end at this moment
+                if name in child.cmdline():
+                    child.kill()
 
 
 async def ask(

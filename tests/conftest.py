@@ -13,7 +13,7 @@ from kvkernels.cpu import cpu_build
 
 from benchmarks.node import Node, Process
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
-from tests import busy_machine, rerun_policy, seeds
+from tests import busy_machine, rerun_policy, seeds, time_limit
 from tests.nursery import Nursery
 from tests.skip_policy import SkipPolicy, allowed_skips
 
@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(seeds.chosen())
     config.pluginmanager.register(rerun_policy)
+    config.pluginmanager.register(time_limit)
     strict = config.getoption("--strict-skips")
     if strict is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipPolicy(allowed_skips() if strict == "allowed" else []))

@@ -15,7 +15,7 @@ from tests import flaky
 from tests.skip_policy import allowed_skips
 
 ROOT = Path(__file__).parents[1]
-PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_rerunfailures")
+PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_rerunfailures", "-p", "pytest_timeout")
 FLAKY = '@pytest.mark.flaky(reason="asks a clock", since="2026-11-25")\n'
 FIRST_TIME = """
     import pathlib
@@ -25,7 +25,7 @@ FIRST_TIME = """
 """
 CONFTEST = """
 import pytest
-from tests import rerun_policy
+from tests import rerun_policy, time_limit
 from tests.skip_policy import AllowedSkip, SkipPolicy
 
 def pytest_addoption(parser):
@@ -35,6 +35,7 @@ def pytest_configure(config):
     import re
     config.addinivalue_line("markers", "flaky(reason, since): may fail")
     config.pluginmanager.register(rerun_policy)
+    config.pluginmanager.register(time_limit)
     if config.option.allow is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipPolicy(AllowedSkip(re.compile(one), 1, "") for one in config.option.allow))
 """
@@ -80,6 +81,23 @@ def test_a_crash_is_not_run_again(tmp_path: Path) -> None:
 def test_reruns_of_everything_are_refused(tmp_path: Path) -> None:
     code, told = ran(tmp_path, "def test_it(): ...\n", "--reruns", "2")
     assert (code, "mark the flaky ones" in told) == (4, True), told
+
+
+def test_a_slow_report_of_a_failure_does_not_end_the_run(tmp_path: Path) -> None:
+    """The alarm of a time limit rang while pytest formatted a failure: an internal error, and no further tests."""
+    slow = "    __tracebackhide__ = lambda failure: time.sleep(2)\n    raise ValueError\n"
+    text = f"import time\n@pytest.mark.timeout(1)\ndef test_it():\n{slow}\ndef test_next(): ...\n"
+    code, told = ran(tmp_path, text)
+    assert (code, "1 failed, 1 passed" in told) == (1, True), told
+
+
+@pytest.mark.parametrize("ends", ["raise ValueError", "pytest.skip()"])
+def test_the_teardown_of_a_test_without_success_has_a_time_limit(tmp_path: Path, ends: str) -> None:
+    fixture = "@pytest.fixture\ndef hanging():\n    yield\n    time.sleep(30)\n"
+    text = f"import time\n{fixture}\n@pytest.mark.timeout(1)\ndef test_it(hanging):\n    {ends}\n"
+    code, told = ran(tmp_path, text)
+    assert (code, "1 error" in told) == (1, True), told
+    assert "Timeout (>1.0s)" in told
 
 
 def test_flaky_tests_are_few_and_have_reason_and_date() -> None:

@@ -13,6 +13,7 @@ from benchmarks.node import Node
 from tests.clients.toolchains import BUILT
 from tests.inference_svc.gateway.conftest import of_node
 
+pytestmark = pytest.mark.timeout(900)
 SOURCES = Path(__file__).parent / "anthropic_sdk"
 
 
@@ -25,7 +26,7 @@ def script() -> Path:
     folder = BUILT / "anthropic"
     shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
     command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "messages.mjs"
 

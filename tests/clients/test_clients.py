@@ -26,6 +26,7 @@ from tests.clients.toolchains import BUILT, ROOT, TOOLCHAINS, Toolchain
 from tests.inference_svc.gateway.conftest import of_node
 from tests.kvsidecar.test_vectors import WRITTEN
 
+pytestmark = pytest.mark.timeout(1500)  # a build has two commands, with a limit of 600 s each
 CODE_OF = {"cancel": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
            "refused": grpc.StatusCode.INVALID_ARGUMENT}  # fmt: skip
 # A template that opens the reasoning of each answer.

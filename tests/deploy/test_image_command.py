@@ -30,7 +30,7 @@ def test_it_serves_with_empty_volumes_and_no_index(tmp_path: Path) -> None:
     def answered() -> int:
         assert node.poll() is None
         try:
-            body = {"prompt": "one two three", "max_tokens": 3}
+            body = {"prompt": "one two three", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
             found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
         except httpx.HTTPError:
             return 0

@@ -302,7 +302,9 @@ class Worker:
         return found == {health_pb2.HealthCheckResponse.SERVING}
 
     def generate(self, seconds: float = 30) -> pb.GenerateResponse:
-        request = pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=4, ignore_eos=True)
+        request = pb.GenerateRequest(
+            prompt=pb.Prompt(text="hello"), max_tokens=4, sampling=pb.Sampling(temperature=0), ignore_eos=True
+        )
         return self.service.Generate(request, timeout=seconds)
 
     def close(self) -> str:
@@ -329,7 +331,9 @@ def test_a_worker_whose_step_hangs_is_not_healthy_and_no_gateway_chooses_it(work
     assert worker.generate().text
     (worker.folder / "hang").touch()
     request = worker.service.Generate.future(
-        pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=2, ignore_eos=True)
+        pb.GenerateRequest(
+            prompt=pb.Prompt(text="hello"), max_tokens=2, sampling=pb.Sampling(temperature=0), ignore_eos=True
+        )
     )
     eventually(lambda: not worker.healthy())
     with pytest.raises(grpc.RpcError, match="a step of the engine has taken"):

@@ -26,6 +26,7 @@ class SlowCache(NullKVConnector):
     def __init__(self, tokens: int, keys: torch.Tensor, values: torch.Tensor, fail_at: int | None = None) -> None:
         self._tokens, self._keys, self._values, self._fail_at = tokens, keys, values, fail_at
         self.opened: list[float] = []
+        self.began = threading.Event()
 
     def load(self, sequence: Sequence, pool: KVPool, done: Any) -> bool:
         assert sequence.kv.table is not None
@@ -34,6 +35,7 @@ class SlowCache(NullKVConnector):
 
         def copy() -> None:
             done(sequence, LoadResult(self._tokens, gate))
+            self.began.set()
             for layer in range(len(self._keys)):
                 time.sleep(0.02)
                 if layer == self._fail_at:
@@ -89,7 +91,7 @@ def test_cancelling_waits_until_nobody_writes_to_the_pages() -> None:
     engine = engine_with(cache)
     request = Request(prompt(1, 300), 10)
     engine.submit(request.sequence)
-    time.sleep(0.05)
+    assert cache.began.wait(60)
     engine.cancel(request.sequence)
     assert request.ended.wait(20)
     idle(engine)

@@ -102,6 +102,7 @@ def test_models_built_at_once_leave_modules_of_other_threads_alone() -> None:
     assert not any(weight.is_meta for other in others for weight in other.parameters())
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["checkpoint", "shape:tiny"])
 def test_host_memory_holds_no_copy_of_a_model_on_a_device(model: str, tmp_path: Path) -> None:
     if model == "checkpoint":

@@ -76,9 +76,10 @@ class Served:
         self.log.flush()
         return (self.folder / "log").read_text()[-3000:]
 
-    def children(self, word: str) -> list[psutil.Process]:
+    def children(self, word: str, parent: psutil.Process | None = None) -> list[psutil.Process]:
+        """Return the children of the supervisor, or of another process, whose command has this word."""
         found = []
-        for child in psutil.Process(self.process.pid).children():
+        for child in (parent or psutil.Process(self.process.pid)).children():
             with contextlib.suppress(psutil.Error):  # the process may end at this moment
                 if word in " ".join(child.cmdline()):
                     found.append(child)

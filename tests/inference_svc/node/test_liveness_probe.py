@@ -207,7 +207,9 @@ async def test_a_dead_cuda_context_ends_the_worker_with_its_code_and_it_is_start
     flags = ["--model=demo", f"--socket={socket}", "--cache-socket=none", "--pool-bytes=64MiB", "--threads=1"]
     command = [sys.executable, "-c", textwrap.dedent(_WORKER), str(dead), hang, *flags]
     child = node._launch("worker-0", command, GrpcProbe(socket))
-    request = pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=4, ignore_eos=True)
+    request = pb.GenerateRequest(
+        prompt=pb.Prompt(text="hello"), max_tokens=4, sampling=pb.Sampling(temperature=0), ignore_eos=True
+    )
 
     async def generate() -> str:
         async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
@@ -292,6 +294,8 @@ def test_a_request_waits_for_a_worker_that_was_killed_as_long_as_it_loads(tmp_pa
         (worker,) = served.children("--name=worker-0")
         answers: list[httpx.Response] = []
         worker.kill()
+        reports = tmp_path / "kvsidecar", served.process.pid
+        served.until(lambda: read_reports(*reports)["worker-0"].state == STARTING)
         asking = threading.Thread(target=lambda: answers.append(served.ask()))
         asking.start()
         asking.join(DEADLINE_SECONDS)

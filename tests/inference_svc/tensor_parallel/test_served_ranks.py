@@ -27,7 +27,7 @@ def test_a_request_after_the_death_of_a_rank_is_answered_from_the_cache(tmp_path
         with Client(tmp_path / "kvsidecar" / "worker-0.sock") as client:
             served.until(lambda: not client.stats().pending_saves)
         worker = served.children("worker")[0]
-        rank = next(one for one in worker.children() if "inference_svc.tensor_parallel" in " ".join(one.cmdline()))
+        rank = served.children("inference_svc.tensor_parallel", worker)[0]
         rank.kill()
         after, cached = answer(served)
         assert after == before

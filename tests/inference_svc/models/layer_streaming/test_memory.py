@@ -102,6 +102,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 # In layers of float32: two slots, the layer being written, its shard and the vocabulary. 3.0 to 3.3 were seen at
 # 16 bits, 2.3 to 2.8 at 8. All layers at 8 bits would add 3.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("weights", [16, 8])
 def test_a_model_in_shards_is_written_out_and_run_in_the_memory_of_few_layers(
     model: tuple[Path, int], tmp_path: Path, weights: int
