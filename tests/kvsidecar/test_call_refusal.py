@@ -15,8 +15,9 @@ from kvsidecar.net.grpc_server import Endpoint, Listener, serve_endpoint, serve_
 from tests.kvsidecar.test_grpc_server import NAME, SERVING, health_at, name_at, naming
 
 
-def call_until_refused(address: str, failures: list[grpc.RpcError]) -> threading.Thread:
-    """Call all the time on a thread, as a gateway does, until the first failure."""
+async def call_until_refused(address: str, failures: list[grpc.RpcError]) -> threading.Thread:
+    """Call all the time on a thread, as a gateway does, until the first failure. Returns after the first answer."""
+    is_answered = threading.Event()
 
     def ask() -> None:
         with channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as open_channel:
@@ -24,11 +25,13 @@ def call_until_refused(address: str, failures: list[grpc.RpcError]) -> threading
             try:
                 while True:
                     call(b"", timeout=10)
+                    is_answered.set()
             except grpc.RpcError as error:
                 failures.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
+    assert await asyncio.to_thread(is_answered.wait, 60)
     return thread
 
 
@@ -36,8 +39,7 @@ async def test_calls_that_arrive_while_a_server_shuts_down_are_unavailable_and_n
     """gRPC cancels calls that its shutdown finds unread."""
     failures: list[grpc.RpcError] = []
     async with serve_listeners(NAME, [Listener(tmp_path / "s", naming(b""))], lambda: 5.0) as (address,):
-        callers = [call_until_refused(address, failures) for _ in range(8)]
-        await asyncio.sleep(0.3)
+        callers = [await call_until_refused(address, failures) for _ in range(8)]
         time.sleep(0.3)  # noqa: ASYNC251 - calls arrive, and the loop reads none of them
     await asyncio.gather(*(asyncio.to_thread(caller.join) for caller in callers))
     assert grpc.StatusCode.CANCELLED in {error.code() for error in failures}, "the case under test"
@@ -52,8 +54,7 @@ async def test_an_endpoint_refuses_calls_before_it_shuts_down_and_finishes_runni
     async with serve_endpoint(endpoint, naming(b""), lambda: 5.0) as (address, held):
         running = asyncio.create_task(name_at(held))
         await arrived.acquire()
-        callers = [call_until_refused(address, failures) for _ in range(8)]
-        await asyncio.sleep(0.3)
+        callers = [await call_until_refused(address, failures) for _ in range(8)]
         asyncio.get_running_loop().call_later(1.5, hold.set)
         time.sleep(0.3)  # noqa: ASYNC251 - calls arrive, and the loop reads none of them
     assert await running == b"held"

@@ -21,6 +21,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheService
 from kvsidecar.kv_transfer.session_channel import SessionChannel
 from kvsidecar.telemetry.otel_export import is_enabled, sdk_providers
 
+from benchmarks.condition_wait import until_async
 from benchmarks.node import Node, free_port
 from cache_daemon.auth.principal import OPERATOR
 from cache_daemon.eviction import DEFAULT, POLICIES
@@ -56,10 +57,14 @@ class Traced:
     reader: Any
     reuse: ReuseMetrics
 
-    async def spans(self) -> dict[str, Any]:
-        """Return finished spans by the last part of their names, after the calls have ended on the server, too."""
-        await asyncio.sleep(0.05)
-        return {span.name.rpartition("/")[2]: span for span in self.exporter.get_finished_spans()}
+    async def spans(self, *names: str) -> dict[str, Any]:
+        """Wait until the calls have ended on the server, too; return finished spans by the last part of their names."""
+
+        def found() -> dict[str, Any]:
+            return {span.name.rpartition("/")[2]: span for span in self.exporter.get_finished_spans()}
+
+        await until_async(lambda: found().keys() >= set(names))
+        return found()
 
 
 @asynccontextmanager
@@ -103,7 +108,7 @@ async def test_a_call_is_a_span_under_its_callers(tmp_path: Path) -> None:
         request = pb.MatchRequest(session_id=t.bench.session.id, token_ids=FIRST)
         await t.stub.Match(request, metadata=(("traceparent", f"00-{TRACE}-{PARENT}-01"),))
         await t.stub.Stats(pb.StatsRequest())
-        spans = await t.spans()
+        spans = await t.spans("Match", "Stats")
         match, stats = spans["Match"], spans["Stats"]
         assert match.name == "kvsidecar.cache.v1.CacheService/Match"
         assert (f"{match.context.trace_id:032x}", f"{match.parent.span_id:016x}") == (TRACE, PARENT)
@@ -120,7 +125,7 @@ async def test_copies_and_reads_are_spans_within_their_call(tmp_path: Path) -> N
         item = pb.CommitItem(reservation_id=reservation, checksum=checksum)
         answer = await t.stub.Commit(pb.CommitRequest(session_id=session.id, epoch=store.epoch, items=[item]))
         assert answer.committed == 1
-        spans = await t.spans()
+        spans = await t.spans("copy", "Commit")
         assert spans["copy"].parent.span_id == spans["Commit"].context.span_id
         await store.settle()
         chunk = store.probe(t.bench.root(), keys.token_bytes(FIRST))[0][0]
@@ -128,7 +133,7 @@ async def test_copies_and_reads_are_spans_within_their_call(tmp_path: Path) -> N
         store.tiers._free_slot(chunk)
         found = await t.stub.Match(pb.MatchRequest(session_id=session.id, token_ids=FIRST))
         assert found.promoted_tokens == len(FIRST)
-        spans = await t.spans()
+        spans = await t.spans("durable read", "Match")
         assert spans["durable read"].parent.span_id == spans["Match"].context.span_id
 
 
@@ -136,7 +141,7 @@ async def test_a_refused_call_is_an_error_with_its_reason_and_no_secret(tmp_path
     async with traced(tmp_path) as t:
         with pytest.raises(grpc.aio.AioRpcError):
             await t.stub.Match(pb.MatchRequest(session_id=b"x" * 16, token_ids=FIRST, tenant_salt=b"secret"))
-        span = (await t.spans())["Match"]
+        span = (await t.spans("Match"))["Match"]
         assert span.attributes["error.type"] == "UNKNOWN_SESSION"
         assert span.status.status_code.name == "ERROR"
         assert not span.events, "no tracebacks: they may hold what was asked"
@@ -144,7 +149,7 @@ async def test_a_refused_call_is_an_error_with_its_reason_and_no_secret(tmp_path
         missing = pb.PrefixRef(root=t.bench.root(), prefix_hash=b"h" * 32)
         with pytest.raises(grpc.aio.AioRpcError, match=missing.prefix_hash.hex()):
             await t.stub.Pin(pb.PinRequest(prefix=missing))
-        assert missing.prefix_hash.hex() not in (await t.spans())["Pin"].to_json()
+        assert missing.prefix_hash.hex() not in (await t.spans("Pin"))["Pin"].to_json()
 
 
 async def test_metrics_of_opentelemetry_are_the_daemons(tmp_path: Path) -> None:

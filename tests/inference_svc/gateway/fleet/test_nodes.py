@@ -173,7 +173,7 @@ def test_the_fleets_log_has_what_the_nodes_log_has_and_the_node(fleet: Fleet, pa
     assert "kvsidecar-summary" not in sent.text + str(sent.headers).lower()
     line, deadline = None, time.monotonic() + 60
     while line is None:
-        said = [json.loads(line) for line in fleet.nodes[0].read_log().splitlines() if name in line]
+        said = [json.loads(line) for line in fleet.nodes[0].wait_for_log(name)]
         # The node that answered logs the same id, and may be this one.
         line = next((one for one in said if "node" in one), None)
         assert time.monotonic() < deadline
