@@ -25,7 +25,7 @@ class IndexEvictor:
     max_bytes: float
     _has_evicted: bool = False
 
-    def make_room(self, tenant: TenantAccount, tokens: int) -> LossCause | None:
+    def make_space(self, tenant: TenantAccount, tokens: int) -> LossCause | None:
         """Remove chunks until a tenant may have one more, and the index has memory for it.
 
         A tenant that has used its quota of entries loses its own chunks. Returns the limit that cannot be met, or None.

@@ -151,7 +151,7 @@ class Insertion:
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
-            cause = self.inserter.index_evictor.make_room(new_chunk.tenant, header.token_count)
+            cause = self.inserter.index_evictor.make_space(new_chunk.tenant, header.token_count)
             outcome = _OUTCOMES[cause]
             if cause is not None:
                 lost = (header.parent_prefix_hash, header.start_position, new_chunk.ids, cause)
