@@ -54,16 +54,21 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 def _names(file: Path) -> list[str]:
     try:
+        size = file.stat().st_size
         with file.open("rb") as data:
-            (length,) = struct.unpack("<Q", data.read(8))
-            size = file.stat().st_size - 8 - length
-            tensors = json.loads(data.read(length)) if size >= 0 else {}
+            head = data.read(8)
+            (length,) = struct.unpack("<Q", head) if len(head) == 8 else (size,)
+            if 8 + length > size:
+                raise ModelUnsupported(f"{file} is damaged: it is truncated, or no safetensors file; {_AGAIN}")
+            tensors = json.loads(data.read(length))
         tensors.pop("__metadata__", None)
         needed = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
     except OSError as error:
         raise ModelUnsupported(f"cannot read {file}: {str(error.strerror).lower()}") from error
-    except (struct.error, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ModelUnsupported(f"{file} is damaged: its header is unreadable; {_AGAIN}") from error
-    if size != needed:
-        raise ModelUnsupported(f"{file} is damaged: it has {size} bytes of tensors instead of {needed}; {_AGAIN}")
+    if size - 8 - length != needed:
+        raise ModelUnsupported(
+            f"{file} is damaged: it has {size - 8 - length} bytes of tensors instead of {needed}; {_AGAIN}"
+        )
     return list(tensors)
