@@ -63,19 +63,19 @@ def check_model(name: str, strict: bool) -> None:
         _check_gguf(found)
         return
     check_folder(found)
+    tensor_files(found)
     kinds = _read_object(found / "config.json").get("architectures")
     check_name((kinds or ["(none named)"])[0], strict)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelUnsupported for a folder that is not a complete model, or whose weights' files are damaged."""
+    """Raise ModelUnsupported for a folder that is not a complete model. Does not open the weights' files."""
     for needed in _NEEDED:
         if not (folder / needed).is_file():
             raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         raise ModelUnsupported(f"{folder} has no tokenizer: no {', '.join(_VOCABULARIES)}; download the model again")
     _check_settings(folder)
-    tensor_files(folder)
 
 
 def _check_settings(folder: Path) -> None:
