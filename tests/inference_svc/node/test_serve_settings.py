@@ -335,7 +335,7 @@ def test_memory_is_planned_with_the_arena_that_the_daemon_will_use(
     monkeypatch.setattr(planned_memory, "memory_limit_bytes", lambda: 3 << 30)
 
     def planned(*flags: str) -> tuple[bool, bool]:
-        """Whether a worker gets all free memory but 3 GiB, and whether the plan exceeds the limit."""
+        """Return two results: a worker gets all free memory but 3 GiB; the plan exceeds the limit."""
         worker = children("demo", "--device=cpu", "--pool-bytes=1GiB", *flags)[0]
         return f"--memory-bytes={2 << 30}" in worker, "memory is planned above the limit" in capsys.readouterr().err
 
