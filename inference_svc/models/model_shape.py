@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig
-
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.model_resolver import resolve
+from inference_svc.models.pretrained_files import read_config
 from inference_svc.models.random_models import config_of_shape
 
 
@@ -52,6 +51,6 @@ def model_shape(name: str) -> ModelShape:
         config = config_of_shape(name)
     else:
         found = resolve(name)
-        config = config_of(gguf_file.read_gguf(found)) if found.is_file() else AutoConfig.from_pretrained(found)
+        config = config_of(gguf_file.read_gguf(found)) if found.is_file() else read_config(found)
     layers, (_, kv_heads, dim) = int(config.num_hidden_layers), heads_of(config)
     return ModelShape(layers, projection_share(config), 2 * layers * kv_heads * dim * 4)

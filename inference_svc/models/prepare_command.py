@@ -7,13 +7,13 @@ import sys
 
 from kvsidecar.cli.service_settings import configure_logging
 from kvsidecar.errors import KVSidecarError
-from transformers import AutoConfig
 
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.models.model_resolver import resolve
+from inference_svc.models.pretrained_files import read_config
 
 
 def main(arguments: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         if found.is_file():
             source = open_source(found)
             found = convert_gguf(source, pick_dtype(options.dtype, source.dtype, pick_device(options.device)))
-        config = AutoConfig.from_pretrained(found)
+        config = read_config(found)
         check_architecture((config.architectures or ["(none named)"])[0], config)
     except (KVSidecarError, OSError, ValueError) as error:
         print(f"kvsidecar: {error}", file=sys.stderr)

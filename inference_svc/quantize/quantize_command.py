@@ -18,7 +18,6 @@ from kvsidecar.errors import KVSidecarError, ModelUnsupported
 from kvsidecar.models.checkpoint_files import weight_files
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer
 
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.device_choice import pick_device, pick_dtype
@@ -27,6 +26,7 @@ from inference_svc.models.loader import quiet_transformers
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import resolve
+from inference_svc.models.pretrained_files import read_config, read_tokenizer
 from inference_svc.models.progress_bar import progress_bar
 from inference_svc.models.random_models import PREFIX
 from inference_svc.models.safetensors_writer import SafetensorsWriter
@@ -96,12 +96,12 @@ def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
     out = out.absolute()
     check_output(out)
     folder = _folder_of(name)
+    config = read_config(folder)
+    architecture = (config.architectures or ["(none named)"])[0]
+    check_quantizable(architecture, config)
+    check_architecture(architecture, config)
+    tokenizer = read_tokenizer(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        architecture = (config.architectures or ["(none named)"])[0]
-        check_quantizable(architecture, config)
-        check_architecture(architecture, config)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
         work = LayerwiseQuantizer(folder, config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnsupported(f"cannot read the model in {folder}: {error}") from error

@@ -13,7 +13,7 @@ import torch
 from kvsidecar.errors import ModelUnsupported
 from safetensors.torch import load_file, save_file
 
-from inference_svc.models import loader
+from inference_svc.models import loader, prepare_command
 from inference_svc.models.model_check import check_model
 from inference_svc.models.model_resolver import DEMO_MODEL
 
@@ -88,6 +88,14 @@ def test_files_that_only_transformers_understands_are_named(folder: Path, file: 
     said = said.replace("FILE", re.escape(str(folder / file))).replace("FOLDER", re.escape(str(folder)))
     with pytest.raises(ModelUnsupported, match=f"^{said}"):
         loader.load(str(folder))
+
+
+def test_prepare_names_them_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(settings(rms_norm_eps="x"))
+    assert prepare_command.main([str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvsidecar: cannot read {folder / 'config.json'}: ")
+    assert said.count("\n") == 1
 
 
 def test_bytes_after_the_weights_are_damage(folder: Path) -> None:

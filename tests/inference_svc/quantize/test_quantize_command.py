@@ -195,6 +195,14 @@ def test_damaged_weights_are_refused_by_name(fault: str, qwen2: Path, tmp_path: 
     assert {"nan": name, "large": "model.layers.1.", "missing": name, "truncated": str(file)}[fault] in refused(folder)
 
 
+def test_files_that_cannot_be_read_are_named(qwen2: Path, tmp_path: Path, refused: Any) -> None:
+    folder = changed(qwen2, tmp_path / "config", rms_norm_eps="x")
+    assert f"cannot read {folder / 'config.json'}: " in refused(folder)
+    folder = shutil.copytree(qwen2, tmp_path / "tokenizer")
+    (folder / "tokenizer.json").write_text("{}")
+    assert f"cannot load the tokenizer in {folder}: " in refused(folder)
+
+
 def test_a_place_that_cannot_be_written_to_is_refused(qwen2: Path, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "there").mkdir()
     assert "is there already" in refused(qwen2, tmp_path / "there")
