@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +291,30 @@ def test_lmcache_starts_without_a_daemon(node: Node, tmp_path: Path) -> None:
     assert not found.test(0)
     assert not one.report_status()["is_healthy"]
     one.close()
+
+
+@pytest.mark.lmcache
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_task_whose_work_raises_ends_as_a_failure(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LMCache waits for the result of each task; a task without one kept its memory locked for good."""
+    one = adapter(node)
+    monkeypatch.setattr(one, "_views", raising(BufferError("the memory is gone")))
+    monkeypatch.setattr(one._objects, "lock", raising(OSError("no descriptor")))
+    task = one.submit_store_task([key(1)], [memory(1)])
+    stored = awaited(one.get_store_event_fd(), one.pop_completed_store_tasks)[task]
+    assert (stored.is_successful(), stored.bytes_transferred()) == (False, 0)
+    task = one.submit_lookup_and_lock_task([key(1)], layouts())
+    assert not awaited(one.get_lookup_and_lock_event_fd(), lambda: one.query_lookup_and_lock_result(task)).test(0)
+    task = one.submit_load_task([key(1)], [memory(None)])
+    assert not awaited(one.get_load_event_fd(), lambda: one.query_load_result(task)).test(0)
+    one.close()
+    assert [record.message for record in caplog.records].count("an L2 task failed") == 3
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raise_it(*_: Any) -> Any:
+        raise error
+
+    return raise_it

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -25,6 +25,8 @@ from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations import engine_options
 from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, L2ObjectStore, ObjectName
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+
+_Result = TypeVar("_Result", L2StoreResult, Bitmap)
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
@@ -83,7 +85,8 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     # ---- tasks ------------------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
-        return self._submit(lambda: self._store(keys, objects), self._stores, self._stored)
+        failed = L2StoreResult(False, 0)
+        return self._submit(lambda: self._store(keys, objects), failed, self._stores, self._stored)
 
     def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:
         with self._lock:
@@ -94,7 +97,8 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
-        return self._submit(lambda: self._look_up(keys, group_layout_descs), self._bitmaps, self._looked_up)
+        none = _bitmap(len(keys), [])
+        return self._submit(lambda: self._look_up(keys, group_layout_descs), none, self._bitmaps, self._looked_up)
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
         return self._result(task_id)
@@ -103,7 +107,8 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         self._objects.unlock([name_of(key) for key in keys])
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
-        return self._submit(lambda: self._load(keys, objects), self._bitmaps, self._loaded)
+        none = _bitmap(len(keys), [])
+        return self._submit(lambda: self._load(keys, objects), none, self._bitmaps, self._loaded)
 
     def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
         return self._result(task_id)
@@ -154,13 +159,20 @@ class KVSidecarL2Adapter(L2AdapterInterface):
             self._sizes[_kind(key)] = len(view)
         return views
 
-    def _submit(self, work: Callable[[], Any], results: dict[L2TaskId, Any], notifier: Any) -> L2TaskId:
+    def _submit(
+        self, work: Callable[[], _Result], failed: _Result, results: dict[L2TaskId, _Result], notifier: Any
+    ) -> L2TaskId:
+        """Run a task on a thread. A task whose work raises ends as ``failed``: LMCache waits for each task's result."""
         with self._lock:
             self._last_task += 1
             task = self._last_task
 
         def run() -> None:
-            result = work()
+            try:
+                result = work()
+            except Exception:
+                log.exception("an L2 task failed")
+                result = failed
             with self._lock:
                 results[task] = result
             notifier.notify()
