@@ -1,4 +1,4 @@
-"""Checks sizes at the start: arena and staging against memory, the store against its file system.
+"""Checks sizes at the start: arena, staging and index against memory, the store against its file system.
 
 Without these checks the kernel may kill the daemon for lack of memory, or the disk may be full after a week, and no
 message would name the setting that is too large.
@@ -49,12 +49,13 @@ def _check_memory(config: DaemonConfig) -> None:
             f"and control group); choose at most {format_size(max(0, limit - PROCESS_BYTES - config.staging_bytes))}, "
             "or raise the limit"
         )
-    planned = arena + config.staging_bytes + PROCESS_BYTES
+    # An index whose size the daemon chooses fits into what the others leave.
+    planned = arena + config.staging_bytes + config.index_bytes + PROCESS_BYTES
     if planned > limit:
         log.warning(
             "memory is planned above the limit; the kernel may end this process when the arena is full",
             arena=format_size(arena), staging_of_one_worker=format_size(config.staging_bytes),
-            process=format_size(PROCESS_BYTES), limit=format_size(limit),
+            index=format_size(index_bytes(config)), process=format_size(PROCESS_BYTES), limit=format_size(limit),
         )  # fmt: skip
     if "staging_bytes" in config.model_fields_set and config.staging_bytes > arena > 0:
         log.warning(

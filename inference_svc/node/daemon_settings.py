@@ -21,6 +21,8 @@ class DaemonSettings:
     """Size of the arena in host memory."""
     staging_bytes: int
     """Staging memory of each worker."""
+    index_bytes: int
+    """Memory for the index of chunks, if it is given; 0 if the daemon chooses it from what the others leave."""
     private_store: bool
     """No store or an encrypted store: keys and values must not overflow to a plain file."""
 
@@ -32,7 +34,7 @@ def read_daemon_settings(flags: Mapping[str, object]) -> DaemonSettings:
     """
     config = read_settings(settings_of("daemon"), dict(flags), None)
     private = config.store is None or bool(config.store_key.get_secret_value()) or config.store_key_file is not None
-    return DaemonSettings(config.host_arena_bytes, config.staging_bytes, private)
+    return DaemonSettings(config.host_arena_bytes, config.staging_bytes, config.index_bytes, private)
 
 
 def remote_daemon_settings() -> DaemonSettings:
@@ -41,4 +43,4 @@ def remote_daemon_settings() -> DaemonSettings:
     Its store is unknown. A key for a store in this node's environment shows that the operator encrypts stores.
     """
     encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
-    return DaemonSettings(arena_bytes=0, staging_bytes=0, private_store=encrypted)
+    return DaemonSettings(arena_bytes=0, staging_bytes=0, index_bytes=0, private_store=encrypted)

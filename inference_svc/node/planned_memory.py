@@ -1,4 +1,4 @@
-"""Planned memory of a node (arena, staging, KV pools), compared with the machine and its control groups."""
+"""Planned memory of a node (arena, staging, index, KV pools), compared with the machine and its control groups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def warn_of_planned_memory(worker: ModelSettings, num_workers: int, daemon: Daem
     on_host = has_host_pool(worker)
     beyond = 0 if on_host or worker.overflow_bytes == "auto" else worker.overflow_bytes
     limit, pools = memory_limit_bytes(), num_workers * (worker.planned_pool_bytes if on_host else beyond)
-    if arena + staging + pools > limit:
+    if arena + staging + daemon.index_bytes + pools > limit:
         log.warning(
             "memory is planned above the limit; when it fills, the kernel ends a process (kvsidecar size tells what to "
             "plan)",
             arena=format_size(arena),
             staging=format_size(staging),
+            index=format_size(daemon.index_bytes) if daemon.index_bytes else "what they leave",
             pools=format_size(pools),
             limit=format_size(limit),
         )

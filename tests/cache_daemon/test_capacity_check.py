@@ -14,10 +14,13 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import structlog
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 
 from benchmarks.memory_limit import MemoryLimit, MemoryLimitUnavailable
+from cache_daemon import capacity_check
+from cache_daemon.config import DaemonConfig
 
 SOON = 60.0
 MIB = 1 << 20
@@ -89,6 +92,19 @@ def test_sizes_that_may_not_fit_later_are_warned_of(limit: MemoryLimit, tmp_path
         assert any(event.startswith("staging is larger than the arena") for event in warned)
     finally:
         daemon.stop()
+
+
+def test_an_index_counts_if_its_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity_check, "memory_limit_bytes", lambda: 1024 * MIB)
+
+    def warnings(**sizes: int) -> list[str]:
+        with structlog.testing.capture_logs() as logged:
+            capacity_check.check_capacity(DaemonConfig(store=None, arena_bytes=512 * MIB, **sizes))
+        return [line["index"] for line in logged if line["event"].startswith("memory is planned above the limit")]
+
+    assert warnings() == []
+    assert warnings(index_bytes=128 * MIB) == []
+    assert warnings(index_bytes=129 * MIB) == ["129.0 MiB"]
 
 
 def test_a_kill_for_memory_is_named_and_counted_and_the_third_ends_the_process(

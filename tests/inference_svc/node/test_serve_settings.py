@@ -347,6 +347,9 @@ def test_memory_is_planned_with_the_arena_that_the_daemon_will_use(
     assert planned() == (False, False), "the arena is in GPU memory"
     monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "2GiB")
     assert planned() == (False, False)
+    monkeypatch.setenv("KVSIDECAR_CACHE_INDEX_BYTES", "100MiB")
+    assert planned() == (False, True)
+    monkeypatch.setenv("KVSIDECAR_CACHE_INDEX_BYTES", "0")
     monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "2100MiB")
     assert planned() == (False, True)
 
