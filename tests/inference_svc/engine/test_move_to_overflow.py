@@ -17,7 +17,7 @@ from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import NullKVConnector
 from tests.inference_svc.models.test_architectures import build
-from tests.inference_svc.server.test_load import Request, idle
+from tests.inference_svc.server.test_load import Request, idle, submit_together
 from tests.inference_svc.windowed import SlowCache, prompt
 
 PROMPTS = [prompt(100 + i, 300) for i in range(4)]
@@ -64,7 +64,7 @@ def answers(
     requests = [Request(ids, length) for ids in prompts]
     for request in requests:
         request.sequence.request = replace(request.sequence.request, cache=use or CacheParams())
-        one.submit(request.sequence)
+    submit_together(one, requests)
     found = [request.tokens() for request in requests]
     idle(one)
     one.check_integrity()

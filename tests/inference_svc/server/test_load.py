@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,6 +102,11 @@ class Request:
         return self.sequence.tokens[self.sequence.request.num_prompt_tokens :]
 
 
+def submit_together(engine: Engine, requests: Iterable[Request]) -> None:
+    """Submit between two steps, so that no request has ended before the last one runs."""
+    engine.between_steps(lambda: [engine.submit(request.sequence) for request in requests])
+
+
 def idle(engine: Engine) -> None:
     deadline = time.monotonic() + 60
     while engine.load != (0, 0, 0):
@@ -121,8 +126,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_answer() -> None:
     engine = small_engine(448)
     requests = [Request(ids, 120, seed=i if i % 2 else None) for i, ids in enumerate(prompts)]
     began = time.perf_counter()
-    for request in requests:
-        engine.submit(request.sequence)
+    submit_together(engine, requests)
     assert [r.tokens() for r in requests] == want
     assert engine.stats.preemptions > 0
     passed_ms = (time.perf_counter() - began) * 1e3
@@ -146,8 +150,7 @@ def test_the_scheduler_knows_what_a_preemption_frees(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(scheduler, "plan_step", planned)
     engine = small_engine(448)
     requests = [Request(prompt(i, 60), 120) for i in range(6)]
-    for request in requests:
-        engine.submit(request.sequence)
+    submit_together(engine, requests)
     for request in requests:
         assert len(request.tokens()) == 120
     assert freed
@@ -158,8 +161,7 @@ def test_the_scheduler_knows_what_a_preemption_frees(monkeypatch: pytest.MonkeyP
 def test_cancelling_frees_pages_at_once() -> None:
     engine = small_engine(2048)
     requests = [Request(prompt(i, 100), 500) for i in range(4)]
-    for request in requests:
-        engine.submit(request.sequence)
+    submit_together(engine, requests)
     while not requests[-1].outputs:
         time.sleep(0.001)
     for request in requests:

@@ -31,7 +31,7 @@ from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
-from tests.inference_svc.server.test_load import Request, idle
+from tests.inference_svc.server.test_load import Request, idle, submit_together
 from tests.inference_svc.spec_decode.chance import free_rows
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
@@ -130,8 +130,7 @@ def mixed(speculation: SpeculationMode) -> list[Asked]:
 
 
 def ask(engine: Engine, requests: list[Asked]) -> list[Any]:
-    for request in requests:
-        engine.submit(request.sequence)
+    submit_together(engine, requests)
     return [request.whole() for request in requests]
 
 
