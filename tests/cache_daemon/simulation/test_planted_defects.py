@@ -31,7 +31,7 @@ PLANTED = {
         Lookup, "_match", "            lease.release()\n            raise\n", "            raise\n", "", 12,
     ),
     "a copy in GPU memory is told of before it is complete": (
-        GpuTier, "_next_batch", "chunk.gpu_state = slot, Residency.IN_FLIGHT", "chunk.gpu_state = slot, Residency.PRESENT",
+        GpuTier, "_next_batch", "gpu_state = slot, Residency.IN_FLIGHT", "gpu_state = slot, Residency.PRESENT",
         "a copy in the GPU arena has other bytes", 12,
     ),
 }  # fmt: skip
