@@ -88,7 +88,7 @@ class DaemonConfig(ServiceSettings):
     eviction: Literal["gittins", "lru"] = "gittins"
     """Eviction policy; gittins learns when chunks are used again."""
     gpu_arena: int = 0
-    """Size of an arena in GPU memory that replaces the host arena; 0 for none. Needs cuda-bindings."""
+    """GPU memory for copies of hot chunks, which workers on this GPU read; 0 for none. Needs cuda-bindings."""
     gpu_device: int = Field(default=0, ge=0)
     """Device number of the GPU arena."""
     gpu_memory: Literal["cuda", "host"] = "cuda"
@@ -117,8 +117,8 @@ class DaemonConfig(ServiceSettings):
 
     @property
     def host_arena_bytes(self) -> int:
-        """Size of the arena in host memory; 0 if it is in GPU memory."""
-        return 0 if self.gpu_arena and self.gpu_memory == "cuda" else self.gpu_arena or self.arena_bytes
+        """Size of the arenas in host memory."""
+        return self.arena_bytes + (self.gpu_arena if self.gpu_memory == "host" else 0)
 
     @field_validator(
         "arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", "index_bytes", mode="before"

@@ -33,7 +33,7 @@ from cache_daemon.event_loop_monitor import EventLoopMonitor
 from cache_daemon.eviction import POLICIES
 from cache_daemon.gc_freeze import periodic_gc_freeze
 from cache_daemon.listeners import build_listeners
-from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
+from cache_daemon.memory.arena import ALIGNMENT, HostArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.fd_server import serve_fds
 from cache_daemon.memory.gpu_arena import GpuArena
@@ -131,7 +131,7 @@ async def _store(
 ) -> AsyncIterator[ChunkStore]:
     tier = await asyncio.to_thread(_tier, config, config.store) if config.store is not None else None
     store = ChunkStore(
-        _arena(config),
+        HostArena(config.arena_bytes),
         tier,
         StoreConfig(
             POLICIES[config.eviction],
@@ -144,6 +144,7 @@ async def _store(
             lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
         ),
         remote=_remote(config),
+        gpu_arena=_gpu_arena(config),
         # A trace must contain every prompt. With a Bloom filter, workers would not look up prompts that have no stored
         # prefix.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
@@ -213,10 +214,10 @@ def _reload(tenants: ReloadableTenantsTable, accounts: TenantAccounts) -> None:
         accounts.reload()
 
 
-def _arena(config: DaemonConfig) -> Arena:
-    """Return the arena. The store closes it."""
+def _gpu_arena(config: DaemonConfig) -> GpuArena | None:
+    """Return the GPU arena, if there is one. The store closes it. Raises ConfigurationError."""
     if not config.gpu_arena:
-        return HostArena(config.arena_bytes)
+        return None
     memory: DeviceMemory
     if config.gpu_memory == "host":
         memory = HostMemory(config.gpu_arena // ALIGNMENT * ALIGNMENT)
@@ -279,7 +280,7 @@ async def _serve(
 
 
 class _SessionFds:
-    """Sends file descriptors of arena, staging and index summary to sessions."""
+    """Sends file descriptors of the arenas, staging and index summary to sessions."""
 
     def __init__(self, store: ChunkStore, summary: SharedMemory) -> None:
         self._store, self._summary = store, summary
@@ -287,10 +288,15 @@ class _SessionFds:
     def arena(self, session_id: bytes, peer: socket.socket) -> None:
         self._store.staging_of(session_id)  # raises for sessions without shared memory
         arena = self._store.arena
-        if isinstance(arena, GpuArena):
-            arena.memory.send_handle(peer)
-        elif isinstance(arena, HostArena):
+        if isinstance(arena, HostArena):
             _give(peer, arena.descriptor)
+
+    def gpu_arena(self, session_id: bytes, peer: socket.socket) -> None:
+        """Send the GPU memory. From then on, chunks that the session matches are copied to it."""
+        self._store.staging_of(session_id)
+        if self._store.gpu is not None:
+            self._store.gpu.arena.memory.send_handle(peer)
+            self._store.sessions.get(session_id).reads_gpu = True
 
     def staging(self, session_id: bytes, peer: socket.socket) -> None:
         _give(peer, self._store.staging_of(session_id))

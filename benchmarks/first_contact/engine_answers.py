@@ -42,6 +42,7 @@ Scores = dict[int, float]
 _STEP_TOKENS = 512
 _PROMPT_TOKENS = 3 * _STEP_TOKENS + 3
 _IDLE_SECONDS = 6.0  # the daemon frees a part of its idle staging every second
+_COPY_SECONDS = 10.0
 _TOP = 10
 # Smaller differences of log probabilities never fail: one rounding of bfloat16 changes a large logit by this much.
 _FLOOR = 1 / 32
@@ -53,9 +54,9 @@ def prompt(seed: int, tokens: int = _PROMPT_TOKENS) -> list[int]:
 
 
 def check_engine(device: ContactDevice, rows: RowFile) -> None:
-    """Check every model with the arena in host memory and in GPU memory, at the same time; then check single steps."""
+    """Check every model with and without a GPU arena, at the same time; then check single steps."""
     gpu_arena = {"gpu_arena": "256MiB", "gpu_memory": device.gpu_memory}
-    arenas = {"host arena": dict[str, str](), "GPU arena": gpu_arena}
+    arenas = {"host arena": dict[str, str](), "with GPU arena": gpu_arena}
 
     def check(model: str, arena: str) -> None:
         try:
@@ -91,6 +92,8 @@ def _check_arena(device: ContactDevice, rows: RowFile, model: str, name: str, fl
         node.client().warm(first[:-3])
         node.settle()
         _check_hit(node, rows, f"{name}: hit = miss", first, cold[0], limit)
+        if flags:
+            _check_copies(node, rows, f"{name}: hit in GPU memory = miss", first, cold[0], limit)
         time.sleep(_IDLE_SECONDS if isinstance(device, GpuDevice) else 1.5)
         want = _cold_runs(node.client(), second)[0]
         node.client().warm(second[:-3])
@@ -143,6 +146,17 @@ def _check_hit(node: Node, rows: RowFile, case: str, ids: list[int], want: Score
         rows.failed(case, f"{cached} of {len(ids) - 3} tokens came from the cache")
         return
     rows.within(case, difference(want, got), limit)
+
+
+def _check_copies(node: Node, rows: RowFile, case: str, ids: list[int], want: Scores, limit: float) -> None:
+    """Check a hit whose chunks an earlier hit had copied to the GPU arena."""
+    deadline = time.monotonic() + _COPY_SECONDS
+    while time.monotonic() < deadline:
+        got, _ = _scores(node.client(), ids)
+        if node.cache_stats().gpu_tokens >= len(ids) - 3:
+            rows.within(case, difference(want, got), limit)
+            return
+    rows.failed(case, f"{node.cache_stats().gpu_tokens} of {len(ids) - 3} tokens were read there")
 
 
 # ---- layers and graphs ----

@@ -45,11 +45,7 @@ class Arena(Protocol):
     def free(self, slot: Slot) -> None: ...
 
     def read(self, slot: Slot) -> memoryview:
-        """Return the slot's bytes: the memory itself if the daemon can address it, otherwise a copy."""
-        ...
-
-    def writable_view(self, slot: Slot) -> memoryview | None:
-        """Return the slot's memory for writing; None if the daemon cannot address it."""
+        """Return the slot's memory."""
         ...
 
     def write(self, slot: Slot, data: memoryview) -> None:
@@ -96,9 +92,6 @@ class MemoryArena(SlotAllocator):
 
     def read(self, slot: Slot) -> memoryview:
         return self._memory[slot.offset : slot.offset + slot.size_bytes]
-
-    def writable_view(self, slot: Slot) -> memoryview | None:
-        return self.read(slot)
 
     def write(self, slot: Slot, data: memoryview) -> None:
         copy_bytes(self.read(slot), data)

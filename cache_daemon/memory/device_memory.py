@@ -55,7 +55,7 @@ class HostMemory:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._shared = SharedMemory("arena", size_bytes, writable_by_others=False)
+        self._shared = SharedMemory("gpu-arena", size_bytes, writable_by_others=False)
 
     def send_handle(self, peer: socket.socket) -> None:
         socket.send_fds(peer, [b"\1"], [self._shared.descriptor])

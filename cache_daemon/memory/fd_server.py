@@ -1,4 +1,4 @@
-"""File descriptor server: sends arena, staging and index summary to open sessions."""
+"""File descriptor server: sends the arenas, staging and index summary to open sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, SUMMARY
+from kvsidecar.kv_transfer.mapped_memory import ARENA, GPU_ARENA, STAGING, SUMMARY
 from kvsidecar.net.socket_watcher import SocketWatcher
 from kvsidecar.process.background_task import BackgroundTask
 
@@ -32,6 +32,8 @@ class FdProvider(Protocol):
     """
 
     def arena(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+    def gpu_arena(self, session_id: bytes, peer: socket.socket) -> None: ...
 
     def staging(self, session_id: bytes, peer: socket.socket) -> None: ...
 
@@ -113,7 +115,12 @@ async def _give(provider: FdProvider, peer: socket.socket, is_allowed: Callable[
                 given += more
         session_id, which = given[:ID_BYTES], given[ID_BYTES:]
         try:
-            give = {ARENA: provider.arena, STAGING: provider.staging, SUMMARY: provider.summary}.get(which)
+            give = {
+                ARENA: provider.arena,
+                GPU_ARENA: provider.gpu_arena,
+                STAGING: provider.staging,
+                SUMMARY: provider.summary,
+            }.get(which)
             if give is not None:
                 give(session_id, peer)
         except (KeyError, ConfigurationError) as error:

@@ -1,8 +1,7 @@
-"""GPU arena: an arena in device memory, with the slots and leases of the host arena."""
+"""GPU arena: GPU memory with the slots of copied chunks."""
 
 from __future__ import annotations
 
-import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import ArenaDescriptor
 
 from cache_daemon.memory.arena import Slot, SlotAllocator
@@ -10,26 +9,22 @@ from cache_daemon.memory.device_memory import DeviceMemory
 
 
 class GpuArena(SlotAllocator):
-    """Arena in device memory, which it owns.
-
-    The daemon copies chunks from the sessions' staging in host memory, and reads them back for verification.
-    """
+    """Device memory, which it owns, with an allocator. Only ``read`` and ``write`` are thread-safe."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__(memory.size_bytes)
         self.memory = memory
 
     def read(self, slot: Slot) -> memoryview:
+        """Return a copy of the slot's bytes."""
         return self.memory.read(slot.offset, slot.size_bytes)
 
-    def writable_view(self, slot: Slot) -> memoryview | None:
-        return None
-
     def write(self, slot: Slot, data: memoryview) -> None:
-        # Copied first: the owner may change ``data`` while the device reads.
-        self.memory.write(slot.offset, memoryview(np.frombuffer(data, np.uint8).copy().data))
+        """Fill a slot. The caller must not change ``data`` meanwhile."""
+        self.memory.write(slot.offset, data)
 
     def describe(self) -> ArenaDescriptor:
+        """Return the descriptor by which a worker imports the memory."""
         memory = self.memory
         return ArenaDescriptor(kind=memory.kind, size_bytes=self.size_bytes, device_uuid=memory.device_uuid)
 

@@ -147,11 +147,7 @@ class RemoteChunkInserter:
         return work
 
     def _decode(self, piece: _Payload, slot: Slot) -> None:
-        direct = self._tiers.arena.writable_view(slot)
-        target = direct if direct is not None else memoryview(bytearray(slot.size_bytes))
-        decode_payload(self._tier.cipher, piece.record, piece.parts, target)
-        if direct is None:
-            self._tiers.arena.write(slot, target)
+        decode_payload(self._tier.cipher, piece.record, piece.parts, self._tiers.arena.read(slot))
 
     async def _insert_all(
         self,

@@ -73,13 +73,14 @@ class AdminServicer(ServicerBase):
         root = self.root(context, request.namespace, request.tenant_salt)
         with self.stream(context, "Carry", caller_budgets.TRANSFERS):
             if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
-                steps = self.store.push_tenant(root)
+                transfer = self.store.transfer
+                steps = transfer.push([chunk async for chunk in self.store.listing.iter_chunks(root)])
             elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:
                 request_validation.check_descriptor(request.descriptor)
                 if keys.namespace_id(request.descriptor) != request.namespace:
                     raise InvalidRequest("the descriptor is not the namespace's; send that of one of its workers")
                 tenant = keys.tenant_id(request.tenant_salt)
-                steps = self.store.pull_tenant(root, tenant, Geometry.of(request.descriptor))
+                steps = self.store.transfer.pull(root, tenant, Geometry.of(request.descriptor))
             else:
                 raise InvalidRequest("direction is not set; it must be TO_REMOTE or FROM_REMOTE")
             async with aclosing(steps) as told:  # type: ignore[type-var]

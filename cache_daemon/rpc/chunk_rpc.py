@@ -45,7 +45,7 @@ class ChunkServicer(ServicerBase):
             answer = pb.MatchResponse(matched_tokens=sum(n for _, n in found), epoch=self.store.epoch)
             for at in range(0, len(found), _SLICE_CHUNKS):
                 await asyncio.sleep(0)
-                answer.matches.extend(c.to_match(n, 0) for c, n in found[at : at + _SLICE_CHUNKS])
+                answer.matches.extend(c.to_match(n, with_offsets=False) for c, n in found[at : at + _SLICE_CHUNKS])
             if request.explain:
                 owner = PromptOwner.of(request.namespace, request.tenant_salt)
                 self._explain(request, context, owner, ids, found, answer)
@@ -195,15 +195,14 @@ class ChunkServicer(ServicerBase):
             if with_offsets:
                 out.MergeFromString(b"".join([m.chunk.encoded_match() for m in whole[at : at + _SLICE_CHUNKS]]))
             else:
-                out.matches.extend(m.chunk.to_match(m.tokens, 0) for m in whole[at : at + _SLICE_CHUNKS])
-        place = _offset if with_offsets else _no_offset
+                out.matches.extend(m.chunk.to_match(m.tokens, with_offsets) for m in whole[at : at + _SLICE_CHUNKS])
         if last is not None:
-            out.matches.append(last.chunk.to_match(last.tokens, place(last)))
+            out.matches.append(last.chunk.to_match(last.tokens, with_offsets))
         for at in range(0, len(result.contents), _SLICE_CHUNKS):
             if len(result.contents) > _SLICE_CHUNKS:
                 await asyncio.sleep(0)
             out.contents.extend(
-                pb.ContentMatch(start=start, match=m.chunk.to_match(m.tokens, place(m)))
+                pb.ContentMatch(start=start, match=m.chunk.to_match(m.tokens, with_offsets))
                 for start, m in result.contents[at : at + _SLICE_CHUNKS]
             )
         return out
@@ -216,16 +215,6 @@ def _remote_timeout(context: Context) -> float:
     """
     left = context.time_remaining()
     return _DEFAULT_REMOTE_SECONDS if left is None else max(0.0, left * _REMOTE_DEADLINE_SHARE)
-
-
-def _offset(match: MatchedChunk) -> int:
-    slot = match.chunk.slot
-    assert slot is not None, "a leased chunk has a slot"
-    return slot.offset
-
-
-def _no_offset(_: MatchedChunk) -> int:
-    return 0
 
 
 def _reservation(reserved: ReserveResult) -> pb.Reservation:

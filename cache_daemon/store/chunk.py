@@ -81,7 +81,7 @@ class Chunk:
     Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
     ``last_used_at``, ``touched_at``, ``load_future``, ``low_priority``), LeaseGuard (``leases``), Pins (``pins``),
     RetainedChunks (``retained_until``, ``is_retained``), Insertion (``anchors``), TtlIndex (``expires_at``),
-    ChunkGroups (``group``) and Persistence (``write_state``).
+    ChunkGroups (``group``), GpuTier (``gpu_slot``, ``gpu_state``) and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -90,6 +90,8 @@ class Chunk:
     slot: Slot | None = None
     arena_state: Residency = Residency.ABSENT
     disk_state: Residency = Residency.ABSENT
+    gpu_slot: Slot | None = None  # in the GPU arena
+    gpu_state: Residency = Residency.ABSENT
     indexed: bool = True
     leases: int = 0
     pins: int = 0
@@ -111,7 +113,7 @@ class Chunk:
     parent_key: bytes = field(init=False)
     size_bytes: int = field(init=False)
     tokens: int = field(init=False)
-    _encoded_match: tuple[Slot, bytes] | None = field(default=None, init=False, repr=False)
+    _encoded_match: tuple[Slot, Slot | None, bytes] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.key, self.parent_key = self.header.prefix_hash, self.header.parent_prefix_hash
@@ -157,12 +159,26 @@ class Chunk:
 
     @property
     def in_use(self) -> bool:
-        """Return True while the slot is leased, read or written."""
-        return self.leases > 0 or Residency.IN_FLIGHT in (self.arena_state, self.disk_state)
+        """Return True while a slot is leased, read or written."""
+        return self.leases > 0 or Residency.IN_FLIGHT in (self.arena_state, self.disk_state, self.gpu_state)
 
-    def to_match(self, tokens: int, offset: int) -> ChunkMatch:
-        """Build the ``Match`` entry for ``tokens`` matched leading tokens."""
+    @property
+    def is_readable(self) -> bool:
+        """True if the chunk is indexed and in the arena."""
+        return self.arena_state is Residency.PRESENT and self.indexed
+
+    @property
+    def readable_gpu_slot(self) -> Slot | None:
+        """The slot in the GPU arena that contains the payload; None if there is none."""
+        return self.gpu_slot if self.gpu_state is Residency.PRESENT else None
+
+    def to_match(self, tokens: int, with_offsets: bool) -> ChunkMatch:
+        """Build the ``Match`` entry for ``tokens`` matched leading tokens.
+
+        A caller that maps no memory gets no offsets.
+        """
         header = self.header
+        slot, gpu_slot = (self.slot, self.readable_gpu_slot) if with_offsets else (None, None)
         return ChunkMatch(
             prefix_hash=self.key,
             start_position=header.start_position,
@@ -170,21 +186,23 @@ class Chunk:
             matched_tokens=tokens,
             key_group_tokens=header.key_group_tokens,
             sink_tokens=header.sink_tokens,
-            offset=offset,
+            offset=slot.offset if slot is not None else 0,
             payload_bytes=self.size_bytes,
+            gpu_offset=gpu_slot.offset if gpu_slot is not None else None,
         )
 
     def encoded_match(self) -> bytes:
-        """Encode a MatchResponse that contains the whole chunk in its slot.
+        """Encode a MatchResponse that contains the whole chunk in its slots.
 
         Concatenating the encodings of several chunks gives one response with all of them, because protobuf merges
         repeated fields. Cached until the chunk moves.
         """
         assert self.slot is not None, "a leased chunk has a slot"
-        if self._encoded_match is None or self._encoded_match[0] is not self.slot:
-            told = MatchResponse(matches=[self.to_match(self.tokens, self.slot.offset)])
-            self._encoded_match = self.slot, told.SerializeToString()
-        return self._encoded_match[1]
+        known, copy = self._encoded_match, self.readable_gpu_slot
+        if known is None or known[0] is not self.slot or known[1] is not copy:
+            told = MatchResponse(matches=[self.to_match(self.tokens, with_offsets=True)])
+            known = self._encoded_match = self.slot, copy, told.SerializeToString()
+        return known[2]
 
     def full_header(self) -> ChunkHeader:
         """Copy the header, with its token ids."""

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
-from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ChunkNotFound, FailedPrecondition, LimitExceeded
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
@@ -29,6 +28,7 @@ from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
 from cache_daemon.memory.arena import Arena
+from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.store import pins, retained_chunks, reuse_verdicts
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
@@ -40,6 +40,7 @@ from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.gpu_tier import GpuTier
 from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.index_evictor import IndexEvictor
 from cache_daemon.store.index_restorer import IndexRestorer
@@ -68,7 +69,7 @@ from cache_daemon.store.two_phase_commit import TwoPhaseCommit
 from cache_daemon.store.upkeep import Upkeep
 
 if TYPE_CHECKING:
-    from cache_daemon.remote.bulk_transfer import TenantTransfer, TransferProgress
+    from cache_daemon.remote.bulk_transfer import TenantTransfer
     from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
 
 # Share of the durable tier (without a durable tier: of the arena) that may be pinned.
@@ -92,6 +93,7 @@ class ChunkStore:
         accounts: TenantAccounts | None = None,
         bloom_filter: CountingBloomFilter | None = None,
         remote: RemoteSettings | None = None,
+        gpu_arena: GpuArena | None = None,
     ) -> None:
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.bloom_filter = arena, bloom_filter
@@ -118,6 +120,7 @@ class ChunkStore:
         hints = HintApplier(self.tiers, self.ttl, self.retained, self.groups)
         arena_evictor = ArenaEvictor(self.tiers)
         promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
+        self.gpu = None if gpu_arena is None else GpuTier(self.tiers, gpu_arena, config.new_policy, self._threads)
         self._lookup = Lookup(self.tiers, hints, promoter)
         self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
         self._index_evictor = IndexEvictor(self.tiers, config.max_index_bytes)
@@ -186,11 +189,15 @@ class ChunkStore:
             self.ttl.persist_changes()
             if not await shutdown.run(partial(self._writer.stop, shutdown.to_write)):
                 log.error("the durable tier did not write its queue in time", failing=self._writer.failing)
+        if self.gpu is not None:
+            self.gpu.stop()
         await shutdown.run(self._threads.copying.shutdown)
         await shutdown.run(self._threads.reading.shutdown)
         if self._durable is not None:
             await shutdown.run(self._durable.close)
         if not shutdown.late:
+            if self.gpu is not None:
+                await self.gpu.close()
             self.arena.close()
         return not shutdown.late
 
@@ -234,6 +241,8 @@ class ChunkStore:
             self._persistence.retry_used(m.chunk for m in result.matches)
         if self.remote is not None:
             self.remote.enqueue_used(m.chunk for m in result.matches)
+        if self.gpu is not None and session.reads_gpu:
+            self.gpu.record_match([*result.matches, *(m for _, m in result.contents)])
         if fetched is not None:
             tokens = min(fetched.tokens, result.matched_tokens)
             result = replace(
@@ -302,18 +311,9 @@ class ChunkStore:
                 self.find(root, prefix_hash)
             return deleted
 
-    async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
-        """Write all chunks of a tenant to the remote tier. Raises FailedPrecondition, Unavailable."""
-        transfer, chunks = self._transfer(), [chunk async for chunk in self.listing.iter_chunks(root)]
-        async with contextlib.aclosing(transfer.push(chunks)) as steps:  # type: ignore[type-var]
-            async for progress in steps:
-                yield progress
-
-    def pull_tenant(self, root: bytes, tenant: bytes, geometry: Geometry) -> AsyncIterator[TransferProgress]:
-        """Insert all chunks of a tenant from the remote tier. Raises FailedPrecondition, Unavailable."""
-        return self._transfer().pull(root, tenant, geometry)
-
-    def _transfer(self) -> TenantTransfer:
+    @property
+    def transfer(self) -> TenantTransfer:
+        """Transfers of whole tenants to the remote tier, and from it. Raises FailedPrecondition without one."""
         if self.remote is None:
             raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
         return self.remote.transfer
@@ -321,8 +321,10 @@ class ChunkStore:
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def describe_memory(self, welcome: Welcome) -> None:
-        """Fill in the data by which a worker maps the arena and the Bloom filter."""
+        """Fill in the data by which a worker maps the arenas and the Bloom filter."""
         welcome.arena.CopyFrom(self.arena.describe())
+        if self.gpu is not None:
+            welcome.gpu_arena.CopyFrom(self.gpu.arena.describe())
         if self.bloom_filter is not None:
             welcome.summary.CopyFrom(self.bloom_filter.describe())
 
@@ -369,13 +371,11 @@ class ChunkStore:
         """Return the statistics of the whole store."""
         out = StatsResponse()
         self.counters.write_to(out)
-        tiers = self.tiers
+        self.tiers.write_to(out)
         out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
-        out.sessions = len(self.sessions)
-        out.chunks, out.tokens = len(tiers.index), tiers.index.tokens
-        out.arena_bytes, out.arena_used_bytes = self.arena.size_bytes, self.arena.used_bytes
-        out.arena_chunks = len(tiers.arena_quotas)
-        out.leases = sum(len(s.leases) for s in self.sessions)
+        if self.gpu is not None:
+            self.gpu.write_to(out)
+        out.sessions, out.leases = len(self.sessions), sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
         out.pinned_bytes, out.retained_bytes = self._pins.pinned_bytes, self.retained.retained_bytes
         if self._durable is not None:
@@ -394,7 +394,7 @@ class ChunkStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all slots, bytes and leases add up."""
-        for part in (self.tiers, self.ttl, self._pins, self.retained, self.groups, self._persistence):
+        for part in (self.tiers, self.gpu, self.ttl, self._pins, self.retained, self.groups, self._persistence):
             if part is not None:
                 part.check_integrity()
         self.sessions.check_integrity([*self.tiers.index, *self.tiers.zombies])

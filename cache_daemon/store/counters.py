@@ -26,6 +26,9 @@ class Counters:
     content_tokens: int = 0
     commits: int = 0
     arena_evictions: int = 0
+    gpu_tokens: int = 0
+    gpu_copies: int = 0
+    gpu_evictions: int = 0
     durable_evictions: int = 0
     expired_chunks: int = 0
     corrupt_chunks: int = 0

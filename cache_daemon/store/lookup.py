@@ -25,7 +25,7 @@ from cache_daemon.store.lease_pin_limits import LeasePinLimit
 from cache_daemon.store.leases import LeaseGuard
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prefix_index import MatchedChunk
-from cache_daemon.store.promoter import Promoter, is_readable
+from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.tier_manager import TierManager
@@ -169,7 +169,7 @@ class Lookup:
             if passed and len(matches) < len(prefix):
                 lease.release()
                 return None, end
-            content_matches = tuple((start, MatchedChunk(c, n)) for start, c, n in content_hits if is_readable(c))
+            content_matches = tuple((start, MatchedChunk(c, n)) for start, c, n in content_hits if c.is_readable)
             lease.retain_only([*(m.chunk for m in matches), *(m.chunk for _, m in content_matches)])
             missing_ids = set(map(id, missing))
             promoted = sum(m.tokens for m in matches if id(m.chunk) in missing_ids) if missing_ids else 0
@@ -201,7 +201,7 @@ class Lookup:
         except BaseException:
             lease.release()
             raise
-        if is_readable(chunk):
+        if chunk.is_readable:
             return lease
         lease.release()
         return None
@@ -262,7 +262,7 @@ class Lookup:
     def _usable(found: Sequence[MatchedChunk]) -> tuple[MatchedChunk, ...]:
         """Return the leading chunks that are in the arena."""
         usable = 0
-        while usable < len(found) and is_readable(found[usable].chunk):
+        while usable < len(found) and found[usable].chunk.is_readable:
             usable += 1
         return tuple(found[:usable])
 

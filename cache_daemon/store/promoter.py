@@ -75,18 +75,8 @@ class Promoter:
         assert durable is not None
 
         def read() -> list[ReadResult]:
-            direct = [self._tiers.arena.writable_view(slot) for _, slot in jobs]
-            targets = [
-                view if view is not None else memoryview(bytearray(slot.size_bytes))
-                for view, (_, slot) in zip(direct, jobs, strict=True)
-            ]
-            found = durable.read(
-                [ReadJob(c.key, t, c.header.checksum) for (c, _), t in zip(jobs, targets, strict=True)]
-            )
-            for view, target, (_, slot), result in zip(direct, targets, jobs, found, strict=True):
-                if view is None and result is ReadResult.OK:
-                    self._tiers.arena.write(slot, target)
-            return found
+            arena = self._tiers.arena
+            return durable.read([ReadJob(c.key, arena.read(slot), c.header.checksum) for c, slot in jobs])
 
         outcomes = [ReadResult.FAILED] * len(jobs)
         try:
@@ -112,8 +102,3 @@ class Promoter:
         self._tiers.on_released(chunk)
         if load_future is not None and not load_future.done():
             load_future.set_result(None)
-
-
-def is_readable(chunk: Chunk) -> bool:
-    """Return True if a chunk is indexed and in the arena."""
-    return chunk.arena_state is Residency.PRESENT and chunk.indexed

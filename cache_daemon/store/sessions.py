@@ -63,6 +63,7 @@ class Session:
     descriptor: NamespaceDescriptor
     staging: StagingMemory | None  # None once the session has ended
     shares_memory: bool = True  # the caller maps arena and staging; otherwise bytes are streamed
+    reads_gpu: bool = False  # the caller imported the GPU arena
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, LeaseGuard] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
+    StatsResponse,
 )
 
 from cache_daemon.durable.durable_tier import PutOutcome
@@ -66,6 +67,8 @@ class TierManager:
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_lost: list[Callable[[LostChunk], None]] = field(default_factory=list)
+    on_slot_freed: list[Callable[[Chunk], None]] = field(default_factory=list)
+    gpu_quotas: TierQuotas | None = None  # see GpuTier
     pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots that have no chunk yet
     arena_only_pins: set[Chunk] = field(default_factory=set)  # pinned or retained, without a durable copy
     arena_only_pins_bytes: int = 0
@@ -159,13 +162,15 @@ class TierManager:
             chunk.last_used_at = now
 
     def touch(self, chunk: Chunk) -> None:
-        """Tell both eviction policies that a chunk was used."""
+        """Tell the tiers' eviction policies that a chunk was used."""
         if not chunk.indexed:
             return
         chunk.touched_at = chunk.last_used_at
         self.arena_quotas.touch(chunk)
         if self.disk_quotas is not None:
             self.disk_quotas.touch(chunk)
+        if self.gpu_quotas is not None:
+            self.gpu_quotas.touch(chunk)
         self.save_recency(chunk)
 
     def save_recency(self, chunk: Chunk) -> None:
@@ -179,8 +184,8 @@ class TierManager:
         self.update_partitions(chunk)
 
     def update_partitions(self, chunk: Chunk) -> None:
-        """Move a chunk to the partitions that its priority and its tenant's limits name, in both tiers."""
-        for quotas in (self.arena_quotas, self.disk_quotas):
+        """Move a chunk to the partitions that its priority and its tenant's limits name, in all tiers."""
+        for quotas in (self.arena_quotas, self.disk_quotas, self.gpu_quotas):
             if quotas is not None:
                 quotas.move(chunk)
 
@@ -264,8 +269,9 @@ class TierManager:
         """Remove a chunk without children."""
         self.index.remove(chunk)
         self.arena_quotas.remove(chunk)
-        if self.disk_quotas is not None:
-            self.disk_quotas.remove(chunk)
+        for quotas in (self.disk_quotas, self.gpu_quotas):
+            if quotas is not None:
+                quotas.remove(chunk)
         chunk.tenant.entries -= 1
         chunk.indexed = False
         if (
@@ -305,6 +311,8 @@ class TierManager:
             self.arena_quotas.remove(chunk)
             self.arena.free(chunk.slot)
             chunk.slot, chunk.arena_state = None, Residency.ABSENT
+            for notify in self.on_slot_freed:
+                notify(chunk)
             if chunk.indexed:
                 self.update_evictable(chunk)
 
@@ -331,6 +339,12 @@ class TierManager:
         if kind == EVENT_TYPE_COMMITTED:
             for notify in self.on_committed:
                 notify(chunk)
+
+    def write_to(self, out: StatsResponse) -> None:
+        """Fill the index's and the arena's fields of a StatsResponse."""
+        out.chunks, out.tokens = len(self.index), self.index.tokens
+        out.arena_bytes, out.arena_used_bytes = self.arena.size_bytes, self.arena.used_bytes
+        out.arena_chunks = len(self.arena_quotas)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, quotas and entries add up."""

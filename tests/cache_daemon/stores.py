@@ -17,6 +17,7 @@ from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import MemoryArena
+from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.reservations import ReserveResult
@@ -110,6 +111,7 @@ async def opened(
     clock: FakeClock | None = None,
     remote: RemoteSettings | None = None,
     max_index_bytes: float = inf,
+    gpu_arena: GpuArena | None = None,
 ) -> AsyncIterator[Bench]:
     """Run a store while the ``with`` block runs, then check its invariants. No lease may remain at the end.
 
@@ -123,6 +125,7 @@ async def opened(
         StoreConfig(new_policy, budget_bytes, staging_bytes, max_index_bytes, clock=clock),
         accounts=TenantAccounts(lambda account: by_id.get(account, TenantLimits())),
         remote=remote,
+        gpu_arena=gpu_arena,
     )
     await store.start()
     try:

@@ -241,7 +241,7 @@ def test_a_daemons_memory_fits_into_its_limit(name: str, monkeypatch: pytest.Mon
     for _, container in built(name):
         if process_of(container) == "daemon":
             config = config_of(name, container, monkeypatch)
-            arena = 0 if config.gpu_arena else config.arena_bytes
+            arena = config.host_arena_bytes
             limit = parse_size(container["resources"]["limits"]["memory"].replace("Gi", "GiB"))
             assert arena + workers * config.staging_bytes + OVERHEAD <= limit
 

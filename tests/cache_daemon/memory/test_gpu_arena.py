@@ -1,4 +1,4 @@
-"""The arena in device memory, over host memory behind the same interface: real daemons, descriptors, workers."""
+"""The GPU arena, over host memory behind the interface of a GPU: real daemons, descriptors, workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.cuda_ipc import HANDLE_BYTES, CudaUnavailable, DescriptorMemory, LegacyMemory
-from kvsidecar.kv_transfer.mapped_memory import receive_handle
+from kvsidecar.kv_transfer.mapped_memory import map_gpu_arena, receive_handle
 
+from benchmarks.condition_wait import until
 from benchmarks.node import Node
 from cache_daemon.memory.device_memory import CudaMemory, HostMemory
 from cache_daemon.memory.fd_server import serve_fds
@@ -32,36 +33,48 @@ def node(start: Callable[..., Node]) -> Node:
     return start(**DEVICE)
 
 
-def test_what_one_session_writes_another_reads(node: Node) -> None:
-    writer, reader = Peer(node), Peer(node)
-    assert writer.welcome.arena.kind == pb.ARENA_KIND_HOST
-    writer.put(list(range(40)))
-    assert reader.read(list(range(40))) == 40
+def copied(peer: Peer, ids: list[int]) -> pb.ChunkMatch:
+    """Match a prompt until its chunk has a copy."""
+    found = list[pb.ChunkMatch]()
+
+    def has_copy() -> bool:
+        found[:] = peer.match(ids).matches
+        return found[0].HasField("gpu_offset")
+
+    until(has_copy)
+    return found[0]
+
+
+def test_a_session_that_maps_it_reads_copies_there(node: Node) -> None:
+    writer, reader, ids = Peer(node), Peer(node), list(range(40))
+    assert (writer.welcome.arena.kind, writer.welcome.gpu_arena.kind) == (pb.ARENA_KIND_HOST, pb.ARENA_KIND_HOST)
+    writer.put(ids)
+    assert not writer.match(ids).matches[0].HasField("gpu_offset")
+    assert node.cache_stats().gpu_copies == 0, "nobody has mapped it"
+    memory = map_gpu_arena(reader.welcome)
+    there = copied(reader, ids)
+    assert memory[there.gpu_offset :][: there.payload_bytes] == reader.view(there)
+    stats = node.cache_stats()
+    assert (stats.gpu_chunks, stats.gpu_copies, stats.gpu_arena_bytes) == (1, 1, 4 << 20)
+    assert stats.gpu_tokens == 40
     writer.close()
     reader.close()
 
 
-def test_chunks_come_back_from_disk_after_the_daemon_was_killed(node: Node) -> None:
-    peer = Peer(node)
-    peer.put(list(range(40)))
+def test_chunks_outlive_it(node: Node) -> None:
+    peer, ids = Peer(node), list(range(40))
+    map_gpu_arena(peer.welcome)
+    peer.put(ids)
+    copied(peer, ids)
     node.settle()
     node.kill("daemon")
     peer.close()
     node.start_daemon()
     again = Peer(node)
-    assert again.read(list(range(40))) == 40
+    assert again.read(ids) == 40
+    map_gpu_arena(again.welcome)
+    copied(again, ids)
     again.close()
-
-
-def test_bytes_are_streamed_to_and_from_it(node: Node) -> None:
-    peer = Peer(node)
-    key = peer.put(list(range(24)))
-    whole = peer.match(list(range(24)))
-    stored = bytes(peer.view(whole.matches[0]))
-    request = pb.FetchRequest(namespace=peer.namespace, prefix_hash=key)
-    fetched = b"".join(part.data for part in peer.stub.Fetch(request))
-    assert fetched == stored
-    peer.close()
 
 
 def test_memory_goes_when_its_last_holder_has_gone() -> None:
@@ -99,20 +112,20 @@ def test_memory_is_shared_by_legacy_handles_where_descriptors_are_refused(
     assert described.kind == pb.ARENA_KIND_CUDA_IPC
     assert described.device_uuid == b"u" * 16
 
-    class OnlyArena:
-        def arena(self, session_id: bytes, peer: socket.socket) -> None:
+    class OnlyGpuArena:
+        def gpu_arena(self, session_id: bytes, peer: socket.socket) -> None:
             if session_id != session:
                 raise KeyError(session_id)
             memory.send_handle(peer)
 
-        staging = summary = arena
+        arena = staging = summary = gpu_arena
 
     path = tmp_path / "memory.sock"
-    welcome = pb.Welcome(memory_socket=str(path), arena=described, session_id=session)
-    stranger = pb.Welcome(memory_socket=str(path), arena=described, session_id=b"x" * 16)
+    welcome = pb.Welcome(memory_socket=str(path), gpu_arena=described, session_id=session)
+    stranger = pb.Welcome(memory_socket=str(path), gpu_arena=described, session_id=b"x" * 16)
 
     async def ask() -> bytes:
-        async with serve_fds(path, OnlyArena(), 0o600, lambda _: True):
+        async with serve_fds(path, OnlyGpuArena(), 0o600, lambda _: True):
             with pytest.raises(OSError, match="the session is not open"):
                 await asyncio.to_thread(receive_handle, stranger, HANDLE_BYTES)
             return await asyncio.to_thread(receive_handle, welcome, HANDLE_BYTES)
@@ -130,8 +143,9 @@ def test_without_a_gpu_the_start_is_refused_in_a_sentence() -> None:
 def workers() -> Iterator[Node]:
     # Patient: on a machine that stalls, a worker that distrusts its session for a moment computes instead.
     flags = {"gpu_arena": "64MiB", "gpu_memory": "host", "heartbeat_ms": 5000}
-    patience = {"cache_timeout_ms": 10_000}
-    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags=flags, worker_flags=patience) as node:
+    # resident_sequences 0: no blocks stay in a worker's pool, so all reused tokens come from the daemon.
+    own = {"cache_timeout_ms": 10_000, "resident_sequences": 0}
+    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags=flags, worker_flags=own) as node:
         yield node
 
 
@@ -146,6 +160,11 @@ def test_two_workers_share_it_and_it_survives_both_kills(workers: Node) -> None:
     assert cached == 0
     workers.settle()
     assert ask(workers, 1, ids) == (want, 199), "the second worker's first request hits what the first stored"
+    assert workers.cache_stats().gpu_tokens == 0, "it read the arena in host memory"
+    until(lambda: workers.cache_stats().gpu_chunks > 0)
+    before = workers.cache_stats().gpu_tokens
+    assert ask(workers, 0, ids) == (want, 199), "what is copied from one arena to the other has the same bits"
+    assert workers.cache_stats().gpu_tokens - before == 200
     workers.kill("worker-0", signal.SIGKILL)
     assert ask(workers, 1, [*ids, *want])[1] >= 199, "a dead worker takes nothing with it"
     workers.kill("daemon")
@@ -154,7 +173,11 @@ def test_two_workers_share_it_and_it_survives_both_kills(workers: Node) -> None:
     workers.wait_attached(1)
     workers.start_worker(0)
     assert ask(workers, 0, ids) == (want, 199), "a new worker hits what the old ones stored"
+    until(lambda: workers.cache_stats().gpu_chunks > 0)
+    while not workers.cache_stats().gpu_tokens:  # once, the blocks of the request before may still be in the pool
+        assert ask(workers, 0, ids) == (want, 199)
     maps = Path(f"/proc/{workers.pid('worker-1')}/maps").read_text()
-    assert len(set(re.findall(r"\S+ \S+ \S+ \S+ (\d+) +/memfd:kvsidecar-arena", maps))) == 1, (
-        "no dead arena stays mapped"
-    )
+    for arena in ("arena", "gpu-arena"):
+        assert len(set(re.findall(rf"\S+ \S+ \S+ \S+ (\d+) +/memfd:kvsidecar-{arena}\b", maps))) == 1, (
+            "no dead arena stays mapped"
+        )

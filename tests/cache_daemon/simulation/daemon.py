@@ -12,7 +12,6 @@ from kvsidecar.errors import KVSidecarError
 
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.encryption import NullCipher
-from cache_daemon.memory.arena import Arena
 from cache_daemon.remote import deletion_epochs, tombstones
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
@@ -25,7 +24,7 @@ from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_accounts import TenantAccounts
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
-from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
+from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedGpuArena
 from tests.cache_daemon.simulation.engine import Connection, Network
 from tests.cache_daemon.simulation.ledger import Call, Held, Life, Open, Path
 from tests.cache_daemon.simulation.substitution import UNIX_SECONDS
@@ -65,12 +64,13 @@ class Daemon:
         self.life = Life()
         before = OWNER.set(self.life)
         try:
-            self.drive = Drive(self.disk, world.loop.hub)
+            hub = world.loop.hub
+            self.drive = Drive(self.disk, hub)
             self.tier = FaultyTier(self.drive)
             self.bits = memoryview(bytearray(64))
             self.connection = Connection(world.engine, self.network) if world.settings.daemons > 1 else None
             self.store = ChunkStore(
-                self._arena(), self.tier if world.settings.durable else None,
+                SimulatedArena(scene.ARENA_BYTES, hub), self.tier if world.settings.durable else None,
                 StoreConfig(
                     POLICIES[world.settings.policy], scene.DURABLE_BYTES, scene.STAGING_BYTES, scene.INDEX_BYTES,
                     clock=self.clock,
@@ -78,6 +78,7 @@ class Daemon:
                 accounts=TenantAccounts(lambda tenant: scene.BY_TENANT[tenant]),
                 bloom_filter=CountingBloomFilter(self.bits),
                 remote=self._remote(),
+                gpu_arena=SimulatedGpuArena(scene.GPU_BYTES, hub) if world.settings.device else None,
             )  # fmt: skip
             self.corrupt, self.listed, known = 0, {}, self.listed
             append, life = self.store.events.append, self.life
@@ -98,10 +99,6 @@ class Daemon:
         self.calls: list[Call] = []
         world.say(f"{self.name} OPENED with {len(self.listed)} chunks")
 
-    def _arena(self) -> Arena:
-        kind = SimulatedDeviceArena if self.world.settings.device else SimulatedArena
-        return kind(scene.ARENA_BYTES, self.world.loop.hub)
-
     def _remote(self) -> RemoteSettings | None:
         if self.connection is None:
             return None
@@ -113,7 +110,9 @@ class Daemon:
 
     def attach(self) -> Session:
         described = scene.namespace()
-        return self.store.open_session("s", described, keys.namespace_id(described))
+        session = self.store.open_session("s", described, keys.namespace_id(described))
+        session.reads_gpu = len(self.store.sessions) % 2 == 1
+        return session
 
     def heal(self) -> None:
         """End all faults of disk and network."""
@@ -318,6 +317,9 @@ class Daemon:
             for chunk, slot, before in held.seen:
                 assert chunk.slot == slot, "a leased slot was moved"
                 assert store.arena.read(slot) == before, "a leased slot changed"
+            for gpu_slot, before in held.seen_on_gpu:
+                assert store.gpu is not None
+                assert store.gpu.arena.read(gpu_slot) == before, "a leased slot of the GPU arena changed"
         self._check_holders()
         self._check_quotas()
         for root, tokens in self.alive:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvsidecar import keys
 
+from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.reservations import ReserveResult
@@ -46,6 +47,7 @@ class Held:
     session: Session
     result: MatchResult
     seen: list[tuple[Chunk, Any, bytes]] = field(default_factory=list)
+    seen_on_gpu: list[tuple[Slot, bytes]] = field(default_factory=list)
 
 
 @dataclass(eq=False)

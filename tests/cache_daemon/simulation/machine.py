@@ -295,6 +295,8 @@ class Machine(Traffic):
         store = daemon.store
         assert not store.tiers.zombies, "a chunk that nobody uses was kept"
         assert store.arena.used_bytes == 0, "a slot leaked"
+        if store.gpu is not None:
+            assert store.gpu.arena.used_bytes == 0, "a slot of the GPU arena leaked"
         assert not any(daemon.bits), "the summary holds what is deleted"
         stats = store.stats()
         assert (stats.leases, stats.reservations, stats.pinned_bytes, stats.sessions) == (0, 0, 0, 0)

@@ -11,7 +11,8 @@ from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 PAGE = 4096
 # A token takes a page, so that chunks differ in size and the arena fragments.
 GEOMETRY = Geometry(2, 4, 64, DATA_TYPE_FLOAT32, 16)
-ARENA_BYTES, STAGING_BYTES, DURABLE_BYTES, INDEX_BYTES = 24 * PAGE, 16 * PAGE, 40 * PAGE, 36 * (8 << 10)
+ARENA_BYTES, GPU_BYTES, STAGING_BYTES, DURABLE_BYTES = 24 * PAGE, 6 * PAGE, 16 * PAGE, 40 * PAGE
+INDEX_BYTES = 36 * (8 << 10)
 LIMITS = {
     b"": TenantLimits(),
     b"quota": TenantLimits(arena_bytes=8 * PAGE, store_bytes=12 * PAGE, priority=Priority.LOW),

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from cache_daemon.store.gpu_tier import GpuTier
 from cache_daemon.store.lookup import Lookup
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.two_phase_commit import TwoPhaseCommit
@@ -28,6 +29,10 @@ PLANTED = {
     ),
     "a Match that is cancelled keeps its chunks": (
         Lookup, "_match", "            lease.release()\n            raise\n", "            raise\n", "", 12,
+    ),
+    "a copy in GPU memory is told of before it is complete": (
+        GpuTier, "_next_batch", "gpu_state = slot, Residency.IN_FLIGHT", "gpu_state = slot, Residency.PRESENT",
+        "a copy in the GPU arena has other bytes", 12,
     ),
 }  # fmt: skip
 

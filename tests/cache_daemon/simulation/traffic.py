@@ -184,6 +184,9 @@ class Traffic:
             seen = bytes(daemon.store.arena.read(m.chunk.slot))
             assert seen == scene.payload_of(m.chunk.key, m.chunk.size_bytes), "other bytes than were committed"
             held.seen.append((m.chunk, m.chunk.slot, seen))
+            if daemon.store.gpu is not None and (copy := m.chunk.readable_gpu_slot) is not None:
+                assert daemon.store.gpu.arena.read(copy) == seen, "a copy in the GPU arena has other bytes"
+                held.seen_on_gpu.append((copy, seen))
         if result.lease_id:
             daemon.held.append(held)
 

@@ -16,7 +16,7 @@ from kvsidecar.kv_transfer.cuda_ipc import (
     SharedDeviceMemory,
     device_uuid,
 )
-from kvsidecar.kv_transfer.mapped_memory import ARENA, receive_descriptor, receive_handle
+from kvsidecar.kv_transfer.mapped_memory import GPU_ARENA, receive_descriptor, receive_handle
 
 
 class CudaArena:
@@ -27,8 +27,10 @@ class CudaArena:
 
     def __init__(self, welcome: Welcome, device: int) -> None:
         try:
-            if device_uuid(device) != welcome.arena.device_uuid:
-                raise ValueError(f"the daemon's arena is on another GPU than cuda:{device}; start it with --gpu-device")
+            if device_uuid(device) != welcome.gpu_arena.device_uuid:
+                raise ValueError(
+                    f"the daemon's GPU arena is on another GPU than cuda:{device}; start it with --gpu-device"
+                )
             self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
@@ -50,10 +52,10 @@ class CudaArena:
 
 
 def _imported(welcome: Welcome, device: int) -> SharedDeviceMemory:
-    size_bytes = welcome.arena.size_bytes
-    if welcome.arena.kind == ARENA_KIND_CUDA_IPC:
+    size_bytes = welcome.gpu_arena.size_bytes
+    if welcome.gpu_arena.kind == ARENA_KIND_CUDA_IPC:
         return LegacyMemory.imported(receive_handle(welcome, HANDLE_BYTES), size_bytes, device)
-    descriptor = receive_descriptor(welcome, ARENA)
+    descriptor = receive_descriptor(welcome, GPU_ARENA)
     try:
         return DescriptorMemory.imported(descriptor, size_bytes, device)
     finally:

@@ -221,7 +221,7 @@ class DaemonConnection:
 
     def _open_transport(self, session: Session, welcome: pb.Welcome, channel: SessionChannel) -> None:
         if self._maps and welcome.memory_socket:
-            session.transport = SharedMemoryTransport(welcome, self._gpu)
+            session.transport = SharedMemoryTransport(welcome, self._gpu, self._log_once)
         elif self._maps:
             session.transport = StreamTransport(welcome, session.stub, channel)
         if welcome.HasField("summary"):

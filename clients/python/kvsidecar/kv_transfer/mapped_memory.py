@@ -9,7 +9,7 @@ import socket
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST, Welcome
 
 _SOCKET_TIMEOUT_SECONDS = 2.0
-ARENA, STAGING, SUMMARY = b"a", b"s", b"i"
+ARENA, GPU_ARENA, STAGING, SUMMARY = b"a", b"g", b"s", b"i"
 """Requests on the memory socket; ``kvsidecar.cache.v1.Welcome.memory_socket`` is the specification."""
 
 
@@ -17,11 +17,16 @@ def map_arena(welcome: Welcome) -> memoryview:
     """Map the arena, read-only.
 
     Pages are mapped at first touch, so only used pages exist. Raises OSError when the daemon refuses, and ValueError
-    for an arena in device memory.
+    for an arena that is not in host memory.
     """
     if welcome.arena.kind != ARENA_KIND_HOST:
         raise ValueError("the daemon offers no memory that this process can map")
     return _map(welcome, ARENA, welcome.arena.size_bytes, mmap.PROT_READ)
+
+
+def map_gpu_arena(welcome: Welcome) -> memoryview:
+    """Map a GPU arena that is host memory, as tests have it. Raises OSError when the daemon refuses."""
+    return _map(welcome, GPU_ARENA, welcome.gpu_arena.size_bytes, mmap.PROT_READ)
 
 
 def map_staging(welcome: Welcome) -> memoryview:
@@ -55,12 +60,12 @@ def receive_descriptor(welcome: Welcome, which: bytes) -> int:
 
 
 def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
-    """Request the device arena's IPC handle of ``size_bytes``.
+    """Request the GPU arena's IPC handle of ``size_bytes``.
 
     Raises OSError when the daemon sends none.
     """
     given = b""
-    with _request_memory(welcome, ARENA) as peer:
+    with _request_memory(welcome, GPU_ARENA) as peer:
         while len(given) < size_bytes and (more := peer.recv(size_bytes - len(given))):
             given += more
     if len(given) < size_bytes:

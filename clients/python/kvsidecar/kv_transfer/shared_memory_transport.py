@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from kvkernels import Payload
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.kv_transfer.cuda_arena import CudaArena
-from kvsidecar.kv_transfer.mapped_memory import map_arena, map_staging
+from kvsidecar.kv_transfer.mapped_memory import map_arena, map_gpu_arena, map_staging
 from kvsidecar.kv_transfer.transport import Fill
 
 
 class SharedMemoryTransport:
-    """The daemon's arena for reading, the session's staging for writing."""
+    """The daemon's arenas for reading, the session's staging for writing."""
 
     zero_copy = True
 
-    def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
-        """Map the memory; ``gpu`` is the CUDA device that imports an arena in device memory, if any.
+    def __init__(self, welcome: pb.Welcome, gpu: int | None, warn: Callable[[str], None]) -> None:
+        """Map the memory; ``gpu`` is the CUDA device that imports the GPU arena, if any.
 
-        Raises OSError when the daemon refuses, and ValueError when this process cannot map the memory.
+        ``warn`` gets a sentence if the GPU arena cannot be imported; all payloads are in the arena, too. Raises OSError
+        when the daemon refuses, and ValueError when this process cannot map the memory.
         """
-        self._arena: memoryview | CudaArena
-        if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and gpu is not None:
-            self._arena = CudaArena(welcome, gpu)
-        else:
-            self._arena = map_arena(welcome)
-        self._staging = memoryview(b"")
+        self._arena, self._staging = map_arena(welcome), memoryview(b"")
+        self._gpu_arena: memoryview | CudaArena | None = None
         try:
             self._staging = map_staging(welcome)
+            if welcome.HasField("gpu_arena"):
+                self._gpu_arena = _imported(welcome, gpu, warn)
         except BaseException:
             self.close()
             raise
@@ -49,18 +48,20 @@ class SharedMemoryTransport:
         return items
 
     def close(self) -> None:
-        if isinstance(self._arena, CudaArena):
-            self._arena.close()
+        if isinstance(self._gpu_arena, CudaArena):
+            self._gpu_arena.close()
         self._arena = self._staging = memoryview(b"")
+        self._gpu_arena = None
 
     def _payload(self, match: pb.ChunkMatch) -> Payload:
-        """Return a chunk's payload. Raises ValueError for an offset outside the arena."""
-        end = match.offset + match.payload_bytes
-        if end > len(self._arena):
-            raise ValueError(f"a payload at {match.offset}+{match.payload_bytes} is outside the arena")
-        if isinstance(self._arena, CudaArena):
-            return self._arena.part(match.offset, match.payload_bytes)
-        return self._arena[match.offset : end]
+        """Return a chunk's payload, in GPU memory if it is there. Raises ValueError for an offset outside an arena."""
+        arena: memoryview | CudaArena = self._arena
+        offset, size = match.offset, match.payload_bytes
+        if self._gpu_arena is not None and match.HasField("gpu_offset"):
+            arena, offset = self._gpu_arena, match.gpu_offset
+        if offset + size > len(arena):
+            raise ValueError(f"a payload at {offset}+{size} is outside the arena")
+        return arena.part(offset, size) if isinstance(arena, CudaArena) else arena[offset : offset + size]
 
     def _staged(self, place: pb.StagingRef) -> memoryview:
         """Return a reservation's staging memory.
@@ -71,3 +72,14 @@ class SharedMemoryTransport:
         if end > len(self._staging):
             raise ValueError(f"staging {place.offset}+{place.size_bytes} is outside of {len(self._staging)} bytes")
         return self._staging[place.offset : end]
+
+
+def _imported(welcome: pb.Welcome, gpu: int | None, warn: Callable[[str], None]) -> memoryview | CudaArena | None:
+    """Return the daemon's GPU arena; None if this process cannot read it."""
+    try:
+        if welcome.gpu_arena.kind == pb.ARENA_KIND_HOST:
+            return map_gpu_arena(welcome)
+        return None if gpu is None else CudaArena(welcome, gpu)
+    except (OSError, ValueError) as error:
+        warn(f"the daemon's GPU arena is not used, chunks come from host memory: {error}")
+        return None

@@ -431,16 +431,17 @@ class Welcome(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     REMOTE_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    GPU_ARENA_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random at every start of the daemon; part of every response to Match."""
     session_id: _builtins.bytes
     """Secret id of the session in other calls; 16 bytes."""
     memory_socket: _builtins.str
     """Unix socket that sends file descriptors. A client sends the 16 bytes of an open session's id and one byte for the
-    memory ('a' arena, 's' staging, 'i' index summary). It receives one byte and the memory's file descriptor
-    (SCM_RIGHTS). For ARENA_KIND_CUDA_IPC it receives the 64 bytes of the handle instead. When the session is not open,
-    it receives nothing. The field is empty on listeners without shared memory; then arena and summary are absent, too,
-    and the client uses Fetch and Fill.
+    memory ('a' arena, 'g' GPU arena, 's' staging, 'i' index summary). It receives one byte and the memory's file
+    descriptor (SCM_RIGHTS). For ARENA_KIND_CUDA_IPC it receives the 64 bytes of the handle instead. When the session
+    is not open, it receives nothing. The field is empty on listeners without shared memory; then the arenas and the
+    summary are absent, too, and the client uses Fetch and Fill.
     """
     heartbeat_interval_ms: _builtins.int
     """Interval between heartbeats in milliseconds; the session ends after three missed heartbeats."""
@@ -470,6 +471,12 @@ class Welcome(_message.Message):
     def verdict(self) -> Global___ReuseVerdict:
         """Verification result of approximate reuse in this namespace; absent when there is none."""
 
+    @_builtins.property
+    def gpu_arena(self) -> Global___ArenaDescriptor:
+        """GPU memory with copies of hot chunks, for reading; absent when the daemon has none. The daemon makes copies of the
+        chunks that sessions match after they have asked for this memory.
+        """
+
     def __init__(
         self,
         *,
@@ -484,10 +491,11 @@ class Welcome(_message.Message):
         verdict: Global___ReuseVerdict | None = ...,
         remote: _builtins.bool = ...,
         protocol_version: _builtins.int = ...,
+        gpu_arena: Global___ArenaDescriptor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "gpu_arena", b"gpu_arena", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "protocol_version", b"protocol_version", "remote", b"remote", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "gpu_arena", b"gpu_arena", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "protocol_version", b"protocol_version", "remote", b"remote", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,6 +922,7 @@ class ChunkMatch(_message.Message):
     SINK_TOKENS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_OFFSET_FIELD_NUMBER: _builtins.int
     prefix_hash: _builtins.bytes
     """Identity of the chunk."""
     start_position: _builtins.int
@@ -932,6 +941,8 @@ class ChunkMatch(_message.Message):
     """
     payload_bytes: _builtins.int
     """Length of the payload in bytes."""
+    gpu_offset: _builtins.int
+    """Start of a copy of the payload in bytes from the GPU arena's start; valid as long as offset. Absent without a copy."""
     def __init__(
         self,
         *,
@@ -943,12 +954,15 @@ class ChunkMatch(_message.Message):
         sink_tokens: _builtins.int = ...,
         offset: _builtins.int = ...,
         payload_bytes: _builtins.int = ...,
+        gpu_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_offset", b"_gpu_offset", "gpu_offset", b"gpu_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_group_tokens", b"key_group_tokens", "matched_tokens", b"matched_tokens", "offset", b"offset", "payload_bytes", b"payload_bytes", "prefix_hash", b"prefix_hash", "sink_tokens", b"sink_tokens", "start_position", b"start_position", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_offset", b"_gpu_offset", "gpu_offset", b"gpu_offset", "key_group_tokens", b"key_group_tokens", "matched_tokens", b"matched_tokens", "offset", b"offset", "payload_bytes", b"payload_bytes", "prefix_hash", b"prefix_hash", "sink_tokens", b"sink_tokens", "start_position", b"start_position", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gpu_offset: _TypeAlias = _typing.Literal["gpu_offset"]  # noqa: Y015
+    _WhichOneofArgType__gpu_offset: _TypeAlias = _typing.Literal["_gpu_offset", b"_gpu_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_offset) -> _WhichOneofReturnType__gpu_offset | None: ...
 
 Global___ChunkMatch: _TypeAlias = ChunkMatch  # noqa: Y015
 
@@ -2240,6 +2254,12 @@ class StatsResponse(_message.Message):
     REMOTE_REFILLING_TENANTS_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     OOM_KILLS_FIELD_NUMBER: _builtins.int
+    GPU_ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_ARENA_USED_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_CHUNKS_FIELD_NUMBER: _builtins.int
+    GPU_TOKENS_FIELD_NUMBER: _builtins.int
+    GPU_COPIES_FIELD_NUMBER: _builtins.int
+    GPU_EVICTIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -2367,6 +2387,18 @@ class StatsResponse(_message.Message):
     """Number of times that the parent process restarted the daemon because it had died."""
     oom_kills: _builtins.int
     """Restarts because the kernel had killed the daemon for lack of memory; part of restarts."""
+    gpu_arena_bytes: _builtins.int
+    """Size of the GPU arena; 0 without one."""
+    gpu_arena_used_bytes: _builtins.int
+    """Bytes of the GPU arena in use."""
+    gpu_chunks: _builtins.int
+    """Chunks with a copy in the GPU arena."""
+    gpu_tokens: _builtins.int
+    """Tokens that lookups of workers on this GPU matched in the GPU arena; part of matched_tokens and content_tokens."""
+    gpu_copies: _builtins.int
+    """Copies of chunks to the GPU arena."""
+    gpu_evictions: _builtins.int
+    """Copies that left the GPU arena because it was full."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2441,10 +2473,16 @@ class StatsResponse(_message.Message):
         remote_refilling_tenants: _builtins.int = ...,
         restarts: _builtins.int = ...,
         oom_kills: _builtins.int = ...,
+        gpu_arena_bytes: _builtins.int = ...,
+        gpu_arena_used_bytes: _builtins.int = ...,
+        gpu_chunks: _builtins.int = ...,
+        gpu_tokens: _builtins.int = ...,
+        gpu_copies: _builtins.int = ...,
+        gpu_evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "oom_kills", b"oom_kills", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_data_losses", b"remote_data_losses", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_refilling_tenants", b"remote_refilling_tenants", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "restarts", b"restarts", "retained_bytes", b"retained_bytes", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "gpu_arena_bytes", b"gpu_arena_bytes", "gpu_arena_used_bytes", b"gpu_arena_used_bytes", "gpu_chunks", b"gpu_chunks", "gpu_copies", b"gpu_copies", "gpu_evictions", b"gpu_evictions", "gpu_tokens", b"gpu_tokens", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "oom_kills", b"oom_kills", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_data_losses", b"remote_data_losses", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_refilling_tenants", b"remote_refilling_tenants", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "restarts", b"restarts", "retained_bytes", b"retained_bytes", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

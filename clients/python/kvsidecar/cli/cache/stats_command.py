@@ -22,6 +22,9 @@ _SECTIONS = {
         "chunks", "tokens", "arena_chunks", "arena_used_bytes", "arena_bytes", "durable_chunks", "durable_bytes",
         "durable_budget_bytes", "durable_file_bytes", "pinned_bytes", "retained_bytes",
     ),
+    "the GPU arena": (
+        "gpu_chunks", "gpu_arena_used_bytes", "gpu_arena_bytes", "gpu_tokens", "gpu_copies", "gpu_evictions",
+    ),
     "what is going on": (
         "sessions", "leases", "reservations", "pending_writes", "loop_stall_ms", "restarts", "oom_kills",
     ),
@@ -66,7 +69,8 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
     if json:
         print_json({**as_dict(found), "hit_ratio": ratios.as_dict()})
         return
-    shown = _SECTIONS if found.remote_engine else {t: names for t, names in _SECTIONS.items() if t != "the remote tier"}
+    absent = {"the remote tier": not found.remote_engine, "the GPU arena": not found.gpu_arena_bytes}
+    shown = {title: names for title, names in _SECTIONS.items() if not absent.get(title)}
     table = _table(shown, found)
     table.title = f"epoch {found.epoch:x}, up {duration(found.uptime_seconds)}"
     console = TerminalConsole()
