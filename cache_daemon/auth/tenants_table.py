@@ -196,7 +196,7 @@ class _TenantsFileParser:
 
     def _limits(self, table: dict[str, Any], where: str) -> TenantLimits:
         priority = table.get("priority", "normal")
-        if priority not in _PRIORITIES:
+        if not isinstance(priority, str) or priority not in _PRIORITIES:
             self._refuse(where, f"priority is {priority!r}; it must be high, normal or low")
         return TenantLimits(
             arena_bytes=self._size(table, "arena_bytes", where),

@@ -138,9 +138,12 @@ def _parse_object_store(
         )
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ValueError("its endpoint must begin with http:// (plain) or https:// (TLS)")
+    prefix = path.strip("/") or _DEFAULT_PREFIX
+    if not {"", ".", ".."}.isdisjoint(prefix.split("/")):
+        raise ValueError("its prefix has an empty part or the part . or .. between slashes; object stores refuse these")
     return RemoteAddress(
         engine,
-        _parse_prefix(path.strip("/") or _DEFAULT_PREFIX),
+        _parse_prefix(prefix),
         user,
         tls=not endpoint.startswith("http://"),
         bucket=bucket,

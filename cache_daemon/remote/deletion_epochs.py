@@ -232,11 +232,19 @@ class DeletionEpochs:
         after.unapplied_since = now if crossed else 0.0 if record is None else record.unapplied_since
         self._remember(root, after)
 
-    def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
-        """Record tombstones that this node itself wrote, so that it does not apply them."""
+    def record_tombstones(self, root: bytes, gone: set[bytes]) -> None:
+        """Record tombstones that this node wrote or has applied, so that it does not apply them again.
+
+        Of a chunk that was deleted more than once, it keeps only the new tombstone.
+        """
         record = self._tenants.get(root)
-        if record is not None:
-            self._set_tombstones(root, record, gone)
+        if record is None:
+            return
+        replaced = {name[: keys.HASH_BYTES] for name in gone}
+        merged = {name for name in record.tombstones if name[: keys.HASH_BYTES] not in replaced} | gone
+        if merged != record.tombstones:
+            record.tombstones = merged
+            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(merged)))
 
     def unapplied_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
         """Return the tombstones of a tenant that were not applied yet."""
@@ -290,30 +298,18 @@ class DeletionEpochs:
         record = self._tenants.get(root)
         return time.monotonic() if record is None else record.unapplied_since
 
-    def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
+    def mark_applied(self, root: bytes, heard: float) -> None:
         """Record that this node has applied the deletion that it observed at ``heard``.
 
-        An empty ``root`` means everything. ``gone`` are the applied tombstones; None: the whole tenant was deleted.
+        An empty ``root`` means everything.
         """
         if not root:
             self._persist_global()
             return
         record = self._tenants.get(root)
-        if record is None:
-            return
-        if gone is not None:
-            self._set_tombstones(root, record, gone)
-        if record.unapplied_since == heard:
+        if record is not None and record.unapplied_since == heard:
             record.unapplied_since = record.unsure_until = 0.0
             self._persist(root)
-
-    def _set_tombstones(self, root: bytes, record: _TenantRecord, gone: set[bytes]) -> None:
-        """Add tombstones; of a chunk that was deleted more than once, keep only the new one."""
-        replaced = {name[: keys.HASH_BYTES] for name in gone}
-        merged = {name for name in record.tombstones if name[: keys.HASH_BYTES] not in replaced} | gone
-        if merged != record.tombstones:
-            record.tombstones = merged
-            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(merged)))
 
     # ---- over restarts --------------------------------------------------------------------------------------
 

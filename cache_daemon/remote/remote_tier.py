@@ -254,6 +254,17 @@ class RemoteTier:
             found |= dict.fromkeys(key for key in hashes if key is not None)
         return list(found)
 
+    async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
+        """Yield pages of all names with a prefix. Raises RemoteFailed."""
+        pages = aiter(self.backend.scan(prefix))
+        while True:
+            async with self._guarded(self.reads, _WRITE_SECONDS * 2):
+                try:
+                    page = await anext(pages)
+                except StopAsyncIteration:
+                    return
+            yield page
+
     # ---- writing --------------------------------------------------------------------------------------------
 
     async def store(self, batch: Sequence[EncodedChunk]) -> None:
@@ -307,17 +318,6 @@ class RemoteTier:
             await self.remove([self.key_schema.record_key(root, key) for root, key in some])
             for gone in some:
                 self.corrupt_records.pop(gone, None)
-
-    async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
-        """Yield pages of all names with a prefix. Raises RemoteFailed."""
-        pages = aiter(self.backend.scan(prefix))
-        while True:
-            async with self._guarded(self.writes, _WRITE_SECONDS * 2):
-                try:
-                    page = await anext(pages)
-                except StopAsyncIteration:
-                    return
-            yield page
 
     async def remove(self, names: Sequence[str]) -> None:
         """Remove values. Raises RemoteFailed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable
 from itertools import islice
 from math import inf
 
@@ -91,16 +92,24 @@ class TombstoneApplier:
         await self._forget_absent_tenants()
         while True:
             self._wake.clear()
-            try:
-                await self._apply()
-                await self._poll()
-            except RemoteFailed:
-                log.debug("reading deletion epochs of the remote tier failed")
-            except Exception:
-                log.exception("applying deletions of other nodes failed, going on")
+            await self._apply()
+            await self._attempt(self._poll())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FIRST_POLL_SECONDS if self._last_poll is None else _POLL_SECONDS):
                     await self._wake.wait()
+
+    @staticmethod
+    async def _attempt(step: Awaitable[None]) -> bool:
+        """Await a step, which is repeated later if it fails. Returns whether it succeeded."""
+        try:
+            await step
+        except RemoteFailed as error:
+            log.debug("reading or applying deletions of the remote tier failed", why=str(error))
+        except Exception:
+            log.exception("applying deletions of other nodes failed, going on")
+        else:
+            return True
+        return False
 
     async def _forget_absent_tenants(self) -> None:
         """Forget tenants that no longer have chunks on this node."""
@@ -169,20 +178,23 @@ class TombstoneApplier:
     # ---- applying -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
-        """Apply scheduled deletions; deletions that need the backend come last and may fail."""
+        """Apply scheduled deletions. Deletions that need the backend come last; those that fail stay scheduled."""
         for (root, change), observed_at in sorted(
             self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True
         ):
-            if change is EpochChange.DELETION_LOST:
-                await self._write_back(root)
-            elif change is EpochChange.CHUNKS_DELETED:
-                await self._apply_chunk_deletions(root, observed_at)
-            else:
-                dropped = await self._deleter.delete(root, None, before=observed_at)
-                self._epochs.mark_applied(root, observed_at)
-                log.info("removed chunks that another node has deleted", chunks=dropped)
-            if self._unapplied.get((root, change)) == observed_at:
+            applied = await self._attempt(self._apply_change(root, change, observed_at))
+            if applied and self._unapplied.get((root, change)) == observed_at:
                 del self._unapplied[root, change]
+
+    async def _apply_change(self, root: bytes, change: EpochChange, observed_at: float) -> None:
+        if change is EpochChange.DELETION_LOST:
+            await self._write_back(root)
+        elif change is EpochChange.CHUNKS_DELETED:
+            await self._apply_chunk_deletions(root, observed_at)
+        else:
+            dropped = await self._deleter.delete(root, None, before=observed_at)
+            self._epochs.mark_applied(root, observed_at)
+            log.info("removed chunks that another node has deleted", chunks=dropped)
 
     async def _apply_chunk_deletions(self, root: bytes, observed_at: float) -> None:
         present = await tombstones.read_tombstones(self._tier, root)
@@ -196,9 +208,11 @@ class TombstoneApplier:
                 chunk = self._index.get(key)
                 if chunk is not None and chunk.root == root:
                     await self._deleter.delete(root, chunk)
+            # Before the write-back, which may fail and is then repeated: chunks computed meanwhile must stay.
+            self._epochs.record_tombstones(root, present)
             await self._write_back_chunks(root, present)
         self._write_behind.wake_for_corrupt()
-        self._epochs.mark_applied(root, observed_at, present)
+        self._epochs.mark_applied(root, observed_at)
 
     # ---- deletions that the backend has lost ----------------------------------------------------------------
 

@@ -298,7 +298,7 @@ class DeletionWriter:
             # backend knows.
             if deletion.is_known or await self._tier.contains(root, key):
                 gone, tombstones = await delete_subtree(self._tier, root, key)
-                self._epochs.record_own_tombstones(root, tombstones)
+                self._epochs.record_tombstones(root, tombstones)
         else:
             # Replace the epoch only once, even if the removal of older records is retried: records that other nodes
             # write after the replacement are valid.

@@ -40,6 +40,9 @@ _MAX_KNOWN_CHUNKS = 200_000
 _RETRY_SECONDS = 0.25
 _MAX_TRIES = 2
 _LOOKUP_TIMEOUT_SECONDS = 2.0
+# A chunk that is used this long after the backend was known to have it is looked up again: the backend may have
+# evicted it, most likely a chunk that all nodes hold and none reads.
+_CHECK_SECONDS = 300.0
 
 log = structlog.get_logger("cache_daemon")
 
@@ -81,7 +84,8 @@ class WriteBehindQueue:
         self._epochs, self._deletions, self._run_in_thread = epochs, deletions, run_in_thread
         self._plane_compressor = payload_codec.PlaneCompressor() if policy.compress else None
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # prefix hash -> chunk, number of tries
-        self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # key -> expiry in the backend (monotonic)
+        # key -> expiry in the backend, and when to look it up again (monotonic)
+        self._stored: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         self._backend_generation, self._num_in_flight = tier.backend_generation, 0
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self.write_lock = asyncio.Lock()
@@ -135,11 +139,11 @@ class WriteBehindQueue:
         """Drop queued chunks that may be deleted, or that predate a loss of data."""
         self._drop_queued_of(b"" if change is EpochChange.ALL_DELETED else root)
         if change is not EpochChange.CHUNKS_DELETED:
-            self._stored_until.clear()
+            self._stored.clear()
 
     def forget_stored(self, key: bytes) -> bool:
         """Forget that the backend has the chunk, or had it recently. Returns False if that was not known."""
-        return self._stored_until.pop(key, None) is not None
+        return self._stored.pop(key, None) is not None
 
     def _enqueue(self, chunk: Chunk) -> None:
         if chunk.key in self._queue or self._is_stored(chunk):
@@ -158,22 +162,25 @@ class WriteBehindQueue:
     def _is_stored(self, chunk: Chunk) -> bool:
         """Return True if the backend is known to have a chunk.
 
-        A chunk that is used after half of its TTL is written again, and so is one whose TTL was extended.
+        A chunk that is used after half of its TTL is written again, and so is one whose TTL was extended. A chunk that
+        was not looked up for ``_CHECK_SECONDS`` is not known; the task looks it up, and writes it if it is missing.
         """
         if self._backend_generation != self._tier.backend_generation:  # the backend may have lost all data
             self._backend_generation = self._tier.backend_generation
-            self._stored_until.clear()
-        ends = self._stored_until.get(chunk.key)
-        if ends is None:
+            self._stored.clear()
+        ends, check_at = self._stored.get(chunk.key, (0.0, 0.0))
+        now = time.monotonic()
+        if now >= check_at:
             return False
         ttl = self._ttl_of(chunk)
-        return ends == inf or (ttl is not None and ends - time.monotonic() > ttl / 2)
+        return ends == inf or (ttl is not None and ends - now > ttl / 2)
 
     def _record_stored(self, key: bytes, seconds: float) -> None:
-        self._stored_until[key] = time.monotonic() + seconds
-        self._stored_until.move_to_end(key)
-        if len(self._stored_until) > _MAX_KNOWN_CHUNKS:
-            self._stored_until.popitem(last=False)
+        now = time.monotonic()
+        self._stored[key] = now + seconds, now + _CHECK_SECONDS
+        self._stored.move_to_end(key)
+        if len(self._stored) > _MAX_KNOWN_CHUNKS:
+            self._stored.popitem(last=False)
 
     def _ttl_of(self, chunk: Chunk) -> int | None:
         """Return the shortest of the tier's TTL, the tenant's TTL, and the remaining TTL that requests set."""
@@ -230,10 +237,10 @@ class WriteBehindQueue:
     async def _run_step(self) -> None:
         if self._deletions:
             if await self._deletions.run_next():
-                self._stored_until.clear()
+                self._stored.clear()
         elif self._tier.corrupt_records:
             await self._tier.remove_corrupt()
-            self._stored_until.clear()
+            self._stored.clear()
         else:
             await self._send(self._batch())
 
@@ -305,6 +312,8 @@ class WriteBehindQueue:
             return [], 0
         found_records = {key: record for key, record in zip(asked, found.records, strict=True) if record is not None}
         there = set(found_records)
+        for key in set(asked) - there:  # also parents that are not in the batch: their next use writes them
+            self.forget_stored(key)
         fresh, known = list[Chunk](), 0
         for chunk in batch:
             record = found_records.get(chunk.key)

@@ -117,6 +117,8 @@ def test_a_bad_file_changes_nothing_when_read_again(file: Path) -> None:
     assert current().by_token("b").name == "bert"
     file.write_text(FULL.replace("priority", "prio"))
     assert not current.reload()
+    file.write_text(FULL.replace('"high"', '["high"]'))
+    assert not current.reload()
     file.unlink()
     assert not current.reload()
     assert current().by_token("b").name == "bert"
@@ -149,6 +151,8 @@ def test_a_bad_file_changes_nothing_when_read_again(file: Path) -> None:
         ("[tenant.alice]\nsalt = 'x'\nttl = '7 weeks'", "ttl is '7 weeks'; write it like 7d"),
         ("[tenant.alice]\nsalt = 'x'\nttl = 0", "ttl is 0"),
         ("[tenant.alice]\nsalt = 'x'\npriority = 'urgent'", "high, normal or low"),
+        ("[tenant.alice]\nsalt = 'x'\npriority = ['high']", r"priority is \['high'\]; it must be high, normal or low"),
+        ("[tenant.alice]\nsalt = 'x'\npriority = {high = 1}", "high, normal or low"),
         ("[tenant.'a b']\nsalt = 'x'", "'a b' is no name"),
         ("[tenant.alice", "is not TOML"),
     ],

@@ -25,6 +25,7 @@ UNDERSTOOD = {
         "valkey", "kvsidecar", hosts=(("a", 1), ("b", 2), ("c", 6379)), cluster=True
     ),
     "valkeys-cluster://a?prefix=": RemoteAddress("valkey", "", hosts=(("a", 6379),), cluster=True, tls=True),
+    "redis://cache?prefix=a//./b": RemoteAddress("valkey", "a//./b", hosts=(("cache", 6379),)),
     "s3://bucket/some/where/": RemoteAddress("s3", "some/where", tls=True, bucket="bucket"),
     "s3://id@bucket?endpoint=http://h:1/&region=eu": RemoteAddress(
         "s3", "kvsidecar", "id", bucket="bucket", endpoint="http://h:1", region="eu"
@@ -57,6 +58,11 @@ REFUSED = {
     "redis://cache?prefix=a%20b": "prefix",
     "redis://cache?prefix=../x": "prefix",
     "redis://cache#x": "behind #",
+    "s3://bucket/team//kv": "its prefix has an empty part or the part",
+    "s3://bucket/a/./b": "its prefix has an empty part or the part",
+    "s3://bucket/.": "its prefix has an empty part or the part",
+    "s3://bucket/a/../b": "its prefix has an empty part or the part",
+    "az://account@box/a//b": "its prefix has an empty part or the part",
     "s3://": "no bucket",
     "az://": "no container",
     "az://box": "it names no account",

@@ -162,7 +162,7 @@ def test_notes_of_marks_survive_a_restart() -> None:
     marks.record_own_deletion(root, tenant, plain)
     chunks = new_epoch(deletion=True)
     marks.compare(root, TenantEpochs(everything, tenant, chunks))
-    marks.record_own_tombstones(root, {b"h" * 32 + b"i" * 8})
+    marks.record_tombstones(root, {b"h" * 32 + b"i" * 8})
     marks.mark_applied(root, marks.observed_at(root))
     again = DeletionEpochs(notes.__setitem__)
     for name, value in list(notes.items()):

@@ -247,7 +247,7 @@ def test_news_behind_other_news_are_heard_as_well() -> None:
         EpochChange.CHUNKS_DELETED,
         EpochChange.NONE,
     ]
-    marks.mark_applied(root, marks.observed_at(root), set())
+    marks.mark_applied(root, marks.observed_at(root))
     everything = TenantEpochs(new_epoch(deletion=True), lost.tenant_epoch, lost.chunks_epoch)
     assert [marks.compare(root, everything) for _ in range(2)] == [EpochChange.ALL_DELETED, EpochChange.NONE]
     marks.mark_applied(b"", marks.observed_at(b""))
