@@ -105,7 +105,7 @@ def _sound_notes(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[by
 
 
 def _write(folder: StoreDir, scan: StoreScan, cipher: Cipher, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
-    """Write a complete data file to ``rebuild/`` and flush it."""
+    """Write a complete data file to ``data.mdb.rebuild/`` and flush it."""
     size = sum(scan.records[key].stored_bytes for key in kept) + sum(map(len, notes.values())) * 2
     environment = LmdbEnvironment(folder.new_data_folder(), size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
     try:

@@ -1,8 +1,9 @@
 """Store folder: its lock, its data file, and the replacement of the data file.
 
-``data.mdb`` is the store. The daemon that uses it locks ``daemon.lock``. ``rebuild/`` holds an incomplete new data
-file, ``data.mdb.damaged-N`` is the last file that had to be replaced, and ``data.mdb.format-N`` a store of a release
-with another format.
+``data.mdb`` is the store. The daemon that uses it locks ``daemon.lock``. ``data.mdb.rebuild/`` holds an incomplete new
+data file, ``data.mdb.damaged-N`` is the last file that had to be replaced, and ``data.mdb.format-N`` a store of a
+release with another format. A folder may also hold files of other programs: the store removes only files of these
+names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvsidecar.errors import StoreUnavailable
 
 # Errors of a file system without hard links, such as exFAT and some network file systems.
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
+_REBUILD = "data.mdb.rebuild"
 _DAMAGED = "data.mdb.damaged-"
 _FORMAT = "data.mdb.format-"
 
@@ -27,7 +29,7 @@ class StoreDir:
     def __init__(self, path: Path, create: bool = True) -> None:
         self.path = path
         self.data = path / "data.mdb"
-        self.rebuild = path / "rebuild"
+        self.rebuild = path / _REBUILD
         try:
             if create:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ class StoreDir:
         return self.rebuild
 
     def install_rebuilt(self) -> None:
-        """Make the complete file in ``rebuild/`` the data file, in one step. Raises OSError."""
+        """Make the complete file in ``data.mdb.rebuild/`` the data file, in one step. Raises OSError."""
         os.rename(self.rebuild / "data.mdb", self.data)
         self._sync()
         shutil.rmtree(self.rebuild, ignore_errors=True)
