@@ -70,13 +70,14 @@ def open_data(
 def create(folder: StoreDir, cipher: Cipher) -> None:
     """Create an empty store in place of the data file. Raises StoreUnavailable."""
     try:
-        environment = LmdbEnvironment(folder.new_data_folder(), _NEW_MAP_BYTES)
-        try:
-            environment.initialise(cipher)
-            environment.sync()
-        finally:
-            environment.close()
-        folder.install_rebuilt()
+        with folder.new_data_folder() as new:
+            environment = LmdbEnvironment(new, _NEW_MAP_BYTES)
+            try:
+                environment.initialise(cipher)
+                environment.sync()
+            finally:
+                environment.close()
+            folder.install_rebuilt()
     except (OSError, OutOfSpace, TierFailed) as error:
         raise StoreUnavailable(
             f"cannot open the store in {folder.path}: {error}; free some room, or choose another --store"

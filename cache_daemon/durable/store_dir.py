@@ -12,6 +12,8 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvsidecar.errors import StoreUnavailable
@@ -89,17 +91,23 @@ class StoreDir:
         earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
         return earlier, self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
 
-    def new_data_folder(self) -> Path:
-        """Create an empty folder for a new data file. Raises OSError."""
+    @contextmanager
+    def new_data_folder(self) -> Iterator[Path]:
+        """Create an empty folder for a new data file, and remove it at the end. Raises OSError.
+
+        ``install_rebuilt`` takes the complete file out of it.
+        """
         shutil.rmtree(self.rebuild, ignore_errors=True)
         self.rebuild.mkdir(mode=0o700)
-        return self.rebuild
+        try:
+            yield self.rebuild
+        finally:
+            shutil.rmtree(self.rebuild, ignore_errors=True)
 
     def install_rebuilt(self) -> None:
         """Make the complete file in ``data.mdb.rebuild/`` the data file, in one step. Raises OSError."""
         os.rename(self.rebuild / "data.mdb", self.data)
         self._sync()
-        shutil.rmtree(self.rebuild, ignore_errors=True)
 
     def _sync(self) -> None:
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
