@@ -38,12 +38,12 @@ _MAP_SLACK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RebuildReport:
-    """Result of a rebuild. ``reasons`` has at most ten problems that were found."""
+    """Result of a rebuild. ``problems`` has the first ten problems of the scan."""
 
     chunks: int
     notes: int
     lost: Mapping[str, int] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     kept_as: Path | None = None
 
 

@@ -108,7 +108,8 @@ def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> St
     else:
         log.warning(
             "the store was damaged and has been repaired",
-            reason=reason, chunks=saved.chunks, notes=saved.notes, lost=dict(saved.lost), kept_as=str(saved.kept_as),
+            reason=reason, problems=saved.problems, chunks=saved.chunks, notes=saved.notes, lost=dict(saved.lost),
+            kept_as=str(saved.kept_as),
         )  # fmt: skip
     return strict_scan(PageFile(folder.data))
 

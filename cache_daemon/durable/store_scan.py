@@ -1,10 +1,10 @@
 """Store scan: finds all records of a data file by walking its pages.
 
 The strict scan runs before LMDB may open the file. It raises LmdbCorruption at the first page that LMDB cannot have
-written. The lenient scan collects everything that is still readable. It skips corrupt pages, and uses an older
-transaction when the newest is unreadable. It also finds leaves and payloads that no page refers to any more, unless the
-list of free pages says that they were deleted. If that list is corrupt too, the scan leaves out all pages that no page
-refers to, so that no deleted record returns.
+written. The lenient scan collects everything that is still readable. It skips corrupt pages. It also finds leaves and
+payloads that no page refers to any more, unless the list of free pages says that they were deleted. If that list is
+corrupt too, the scan leaves out all pages that no page refers to, so that no deleted record returns. Only then, or if
+the meta page is not that of the last transaction, it may use the transaction before.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class UnsupportedVersion(Exception):
 class StoreScan:
     """Everything that a scan found.
 
-    ``places`` has the offset and length of each stored payload; ``commit_matches`` says that the meta page belongs to
-    the last transaction.
+    ``places`` has the offset and length of each stored payload; ``commit_matches`` says whether the meta page belongs
+    to the last transaction, and is None if that is unreadable.
     """
 
     file: PageFile
     meta: MetaPage | None = None
     format: bytes = b""
     key_check: bytes = b""
-    commit_matches: bool = False
+    commit_matches: bool | None = None
     records: dict[bytes, Record] = field(default_factory=dict)
     places: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     notes: dict[bytes, bytes] = field(default_factory=dict)
@@ -96,17 +96,29 @@ def lenient_scan(file: PageFile) -> StoreScan:
         metas = _metas(file)
     except LmdbCorruption as corruption:
         return StoreScan(file, problems=[str(corruption)])
-    found = []
+    found: list[StoreScan] = []
     for meta in metas:
         surveyor = StoreScanner(StoreScan(file), PageWalk(file, meta, lenient=True))
         scan = surveyor.run(check_free=False)
-        if scan.problems:
-            LostPageSearch(scan, surveyor).search()
         found.append(scan)
         if not scan.problems:
             break
+        if LostPageSearch(scan, surveyor).search() and scan.commit_matches is not False:
+            break
     trusted = [scan for scan in found if scan.commit_matches and scan.records]
-    return trusted[0] if trusted else max(found, key=lambda scan: len(scan.records.keys() & scan.places.keys()))
+    chosen = trusted[0] if trusted else max(found, key=lambda scan: len(_complete(scan)))
+    if chosen is not found[0]:
+        newest, used = _complete(found[0]), _complete(chosen)
+        chosen.problems.insert(
+            0,
+            f"the newest transaction is unreadable; the one before is used: {len(newest - used)} chunks of the newest "
+            f"are lost, and {len(used - newest)} chunks may have been removed in it",
+        )
+    return chosen
+
+
+def _complete(scan: StoreScan) -> set[bytes]:
+    return scan.records.keys() & scan.places.keys()
 
 
 def _metas(file: PageFile) -> list[MetaPage]:
@@ -225,13 +237,13 @@ class LostPageSearch:
         self._scan, self._scanner, self._file = scan, scanner, scan.file
         self._used = scanner.walk.used
 
-    def search(self) -> None:
-        """Search all pages. Raises OSError."""
+    def search(self) -> bool:
+        """Search all pages. Returns False if the list of free pages is corrupt. Raises OSError."""
         walk = self._scanner.walk
         try:
             free = PageWalk(walk.file, walk.meta).free_pages()
         except LmdbCorruption:
-            return
+            return False
         values: list[int] = []
         number = 2
         while number < len(self._used):
@@ -243,6 +255,7 @@ class LostPageSearch:
                     break
             number += step
         self._match(values)
+        return True
 
     def _search(self, number: int, values: list[int]) -> int:
         """Search one page; return the length of its leaf or value in pages. Raises LmdbCorruption, OSError."""
