@@ -282,13 +282,13 @@ class LostPageSearch:
             return
 
     def _match(self, values: list[int]) -> None:
-        """Assign found payloads without a key to records that lack a payload."""
+        """Assign found payloads without a key to all records that lack this payload."""
         scan = self._scan
-        wanted: dict[tuple[int, int], bytes] = {}
+        wanted: dict[tuple[int, int], list[bytes]] = {}
         for key, record in scan.records.items():
             size = max(record.stored_length, MINIMUM_VALUE_BYTES)
             if scan.places.get(key, (0, 0))[1] != size:
-                wanted[record.stored_length, record.stored_checksum] = key
+                wanted.setdefault((record.stored_length, record.stored_checksum), []).append(key)
         by_pages: dict[int, set[int]] = {}
         for length, _ in wanted:
             by_pages.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
@@ -297,6 +297,5 @@ class LostPageSearch:
                 offset, stored = number * PAGE_BYTES + 16, bytearray(length)
                 if not self._file.read_into(memoryview(stored), offset):
                     continue  # the file was truncated within this value
-                found = wanted.get((length, keys.checksum(stored)))
-                if found is not None:
-                    scan.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))
+                for key in wanted.get((length, keys.checksum(stored)), ()):
+                    scan.places[key] = (offset, max(length, MINIMUM_VALUE_BYTES))

@@ -206,6 +206,18 @@ def test_a_damaged_page_does_not_undo_the_last_stores(tmp_path: Path, tree: byte
     tier.close()
 
 
+def test_equal_payloads_without_a_place_are_found_for_each_chunk(tmp_path: Path) -> None:
+    """Two tenants with one prompt store the same bytes."""
+    tier = opened(tmp_path, strict=True)
+    puts = [chunk([1, 2], payload=b"equal" * 2000, root=bytes([n]) * 32) for n in range(3)]
+    store(tier, *puts)
+    tier.close()
+    lose_pages(tmp_path, b"payloads")
+    tier = opened(tmp_path)
+    assert read(tier, *puts) == [ReadResult.OK] * 3
+    tier.close()
+
+
 def test_going_back_to_an_older_transaction_is_logged(tmp_path: Path) -> None:
     tier = opened(tmp_path, strict=True)
     first, last = chain(30, seed=1), chain(20, seed=2)
