@@ -9,9 +9,10 @@ the meta page is not that of the last transaction, it may use the transaction be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvsidecar import keys
+import xxhash
 
 from cache_daemon.durable.durable_tier import PAGE_BYTES
 from cache_daemon.durable.lmdb_file import (
@@ -289,13 +290,28 @@ class LostPageSearch:
             size = max(record.stored_length, MINIMUM_VALUE_BYTES)
             if scan.places.get(key, (0, 0))[1] != size:
                 wanted.setdefault((record.stored_length, record.stored_checksum), []).append(key)
-        by_pages: dict[int, set[int]] = {}
+        lengths: dict[int, set[int]] = {}  # number of pages -> lengths of payloads
         for length, _ in wanted:
-            by_pages.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
+            lengths.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
+        ascending = {pages: sorted(found) for pages, found in lengths.items()}
         for number in values:
-            for length in by_pages.get(overflow_pages(self._file, number), ()):
-                offset, stored = number * PAGE_BYTES + 16, bytearray(length)
-                if not self._file.read_into(memoryview(stored), offset):
-                    continue  # the file was truncated within this value
-                for key in wanted.get((length, keys.checksum(stored)), ()):
+            offset = number * PAGE_BYTES + 16
+            for length, checksum in self._checksums(offset, ascending.get(overflow_pages(self._file, number), [])):
+                for key in wanted.get((length, checksum), ()):
                     scan.places[key] = (offset, max(length, MINIMUM_VALUE_BYTES))
+
+    def _checksums(self, offset: int, lengths: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield each of the ascending lengths that a value may have, with the checksum; read the value once.
+
+        Ends where the file ends.
+        """
+        stored = bytearray(max(0, min(max(lengths, default=0), self._file.size_bytes - offset)))
+        if not self._file.read_into(memoryview(stored), offset):
+            return
+        digest, done = xxhash.xxh3_64(), 0
+        for length in lengths:
+            if length > len(stored):
+                return
+            digest.update(memoryview(stored)[done:length])
+            done = length
+            yield length, digest.intdigest()

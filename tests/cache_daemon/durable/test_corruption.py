@@ -23,7 +23,7 @@ from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_file import PageFile, database_of, leaf_nodes
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
-from cache_daemon.durable.store_scan import StoreScan
+from cache_daemon.durable.store_scan import StoreScan, lenient_scan
 from cache_daemon.durable.tier_contents import TierContents, read_contents
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, is_sound, key_of, opened, read, store
 from tests.cache_daemon.durable.damage_child import CHAINS, LENGTH, stored_chains
@@ -215,6 +215,30 @@ def test_equal_payloads_without_a_place_are_found_for_each_chunk(tmp_path: Path)
     lose_pages(tmp_path, b"payloads")
     tier = opened(tmp_path)
     assert read(tier, *puts) == [ReadResult.OK] * 3
+    tier.close()
+
+
+def test_each_payload_without_a_place_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed payloads differ in length, and a page number does not tell which length a value has."""
+    tier = opened(tmp_path, strict=True, compression="none")
+    puts = [chunk([n], payload=random.Random(n).randbytes(40_000 + 7 * n)) for n in range(40)]
+    store(tier, *puts)
+    tier.close()
+    lose_pages(tmp_path, b"payloads")
+    read_bytes, read_into = 0, PageFile.read_into
+
+    def counted(file: PageFile, target: memoryview, offset: int) -> bool:
+        nonlocal read_bytes
+        read_bytes += len(target)
+        return read_into(file, target, offset)
+
+    with monkeypatch.context() as counting:
+        counting.setattr(PageFile, "read_into", counted)
+        scan = lenient_scan(PageFile(data(tmp_path)))
+    assert len(scan.places) == 40
+    assert read_bytes <= sum(len(put.payload) for put in puts) + 40 * 4096
+    tier = opened(tmp_path)
+    assert read(tier, *puts) == [ReadResult.OK] * 40
     tier.close()
 
 
