@@ -11,12 +11,12 @@ from kvsidecar.errors import ConfigurationError, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import ReadResult, WriteGroup
 from cache_daemon.durable.encryption import DecryptError, XaesGcmCipher, key_from_environment, key_from_file
-from cache_daemon.durable.lmdb_file import PageFile
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.record_format import META, checked
 from cache_daemon.durable.scrub import scrub
 from tests.cache_daemon.durable.aes_gcm_cipher import AesGcmCipher
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, key_of, opened, read, store
+from tests.cache_daemon.durable.test_lost_pages import lose_pages
 from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 pytest.importorskip("cryptography")
@@ -152,16 +152,13 @@ def test_verify_empties_no_damaged_store_without_its_key(tmp_path: Path) -> None
     puts = chain(6)
     store(tier, *puts)
     tier.close()
-    data = tmp_path / "data.mdb"
-    with data.open("r+b") as file:
-        file.seek(PageFile(data).metas()[0].main.root * 4096)
-        file.write(b"\xff" * 4096)
-    damaged = data.read_bytes()
+    lose_pages(tmp_path, b"main")
+    damaged = (tmp_path / "data.mdb").read_bytes()
     for wrong in (OTHER_KEY, None):
         for repair in (False, True):
             with pytest.raises(StoreUnavailable, match="is damaged and cannot be read with the key given"):
                 scrub(tmp_path, repair=repair, key=wrong)
-    assert data.read_bytes() == damaged
+    assert (tmp_path / "data.mdb").read_bytes() == damaged
     assert scrub(tmp_path, repair=True, key=KEY).sound == 6
     tier = opened(tmp_path, key=KEY)
     assert read(tier, *puts) == [ReadResult.OK] * 6
