@@ -38,12 +38,12 @@ _MAP_SLACK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RebuildReport:
-    """Result of a rebuild. ``reasons`` has at most ten problems that were found."""
+    """Result of a rebuild. ``problems`` has the first ten problems of the scan."""
 
     chunks: int
     notes: int
     lost: Mapping[str, int] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     kept_as: Path | None = None
 
 
@@ -84,9 +84,10 @@ def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: boo
     if len(headers) > len(kept):
         lost["orphans"] += len(headers) - len(kept)
     notes = _sound_notes(scan, cipher, lost)
-    _write(folder, scan, cipher, kept, notes)
-    kept_as = folder.keep_damaged() if keep_damaged else None
-    folder.install_rebuilt()
+    with folder.new_data_folder() as new:
+        _write(new, scan, cipher, kept, notes)
+        kept_as = folder.keep_damaged() if keep_damaged else None
+        folder.install_rebuilt()
     return RebuildReport(len(kept), len(notes), dict(lost), tuple(scan.problems[:10]), kept_as)
 
 
@@ -104,10 +105,10 @@ def _sound_notes(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[by
     return notes
 
 
-def _write(folder: StoreDir, scan: StoreScan, cipher: Cipher, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
-    """Write a complete data file to ``rebuild/`` and flush it."""
+def _write(folder: Path, scan: StoreScan, cipher: Cipher, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
+    """Write a complete data file to an empty folder and flush it."""
     size = sum(scan.records[key].stored_bytes for key in kept) + sum(map(len, notes.values())) * 2
-    environment = LmdbEnvironment(folder.new_data_folder(), size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
+    environment = LmdbEnvironment(folder, size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
     try:
         environment.initialise(cipher)
         for group in _groups(kept, scan):

@@ -70,13 +70,14 @@ def open_data(
 def create(folder: StoreDir, cipher: Cipher) -> None:
     """Create an empty store in place of the data file. Raises StoreUnavailable."""
     try:
-        environment = LmdbEnvironment(folder.new_data_folder(), _NEW_MAP_BYTES)
-        try:
-            environment.initialise(cipher)
-            environment.sync()
-        finally:
-            environment.close()
-        folder.install_rebuilt()
+        with folder.new_data_folder() as new:
+            environment = LmdbEnvironment(new, _NEW_MAP_BYTES)
+            try:
+                environment.initialise(cipher)
+                environment.sync()
+            finally:
+                environment.close()
+            folder.install_rebuilt()
     except (OSError, OutOfSpace, TierFailed) as error:
         raise StoreUnavailable(
             f"cannot open the store in {folder.path}: {error}; free some room, or choose another --store"
@@ -95,11 +96,6 @@ def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> St
             "repair or remove the folder, or choose another --store"
         )
     check_key(folder.path, scan, cipher)
-    if not scan.key_check and scan.records and not _opens_any(scan, cipher):
-        raise StoreUnavailable(
-            f"the store in {folder.path} is damaged and cannot be read with the key given, or without one; "
-            "give its key, choose another --store, or remove the folder"
-        )
     try:
         saved = rebuild(folder, scan, cipher, keep_damaged=True)
     except (OSError, OutOfSpace, TierFailed) as error:
@@ -112,19 +108,10 @@ def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> St
     else:
         log.warning(
             "the store was damaged and has been repaired",
-            reason=reason, chunks=saved.chunks, notes=saved.notes, lost=dict(saved.lost), kept_as=str(saved.kept_as),
+            reason=reason, problems=saved.problems, chunks=saved.chunks, notes=saved.notes, lost=dict(saved.lost),
+            kept_as=str(saved.kept_as),
         )  # fmt: skip
     return strict_scan(PageFile(folder.data))
-
-
-def _opens_any(scan: StoreScan, cipher: Cipher) -> bool:
-    for key, record in scan.records.items():
-        try:
-            decrypt_header(cipher, key, record)
-        except CorruptRecord:
-            continue
-        return True
-    return False
 
 
 def _looks_like_ours(file: PageFile) -> bool:
@@ -152,17 +139,36 @@ def _looks_like_ours(file: PageFile) -> bool:
 
 
 def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
-    """Raise StoreUnavailable when the store has another key, or is not encrypted although a key is given."""
+    """Raise StoreUnavailable when the store has another key, or is not encrypted although a key is given.
+
+    If damage hides the record of the key, one header that the key decrypts is enough.
+    """
     check = scan.key_check
-    if not check or cipher.matches(check):
+    is_right = cipher.matches(check) if check else not scan.records or _opens_any(scan, cipher)
+    if is_right:
         return
-    if check == b"none":
+    if not check:
+        text = (
+            "is damaged and cannot be read with the key given, or without one; "
+            "give its key, choose another --store, or remove the folder"
+        )
+    elif check == b"none":
         text = "is not encrypted, but a key is given; start without the key, or choose another --store"
     elif not cipher.max_overhead:
         text = "is encrypted; give its key, choose another --store, or remove the folder"
     else:
         text = "is encrypted with another key; give that key, choose another --store, or remove the folder"
     raise StoreUnavailable(f"the store in {folder} {text}")
+
+
+def _opens_any(scan: StoreScan, cipher: Cipher) -> bool:
+    for key, record in scan.records.items():
+        try:
+            decrypt_header(cipher, key, record)
+        except CorruptRecord:
+            continue
+        return True
+    return False
 
 
 def other_version(folder: Path, error: UnsupportedVersion) -> StoreUnavailable:

@@ -1,8 +1,9 @@
 """Store folder: its lock, its data file, and the replacement of the data file.
 
-``data.mdb`` is the store. The daemon that uses it locks ``daemon.lock``. ``rebuild/`` holds an incomplete new data
-file, ``data.mdb.damaged-N`` is the last file that had to be replaced, and ``data.mdb.format-N`` a store of a release
-with another format.
+``data.mdb`` is the store. The daemon that uses it locks ``daemon.lock``. ``data.mdb.rebuild/`` holds an incomplete new
+data file, ``data.mdb.damaged-N`` is the last file that had to be replaced, and ``data.mdb.format-N`` a store of a
+release with another format. A folder may also hold files of other programs: the store removes only files of these
+names.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvsidecar.errors import StoreUnavailable
 
 # Errors of a file system without hard links, such as exFAT and some network file systems.
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
+_REBUILD = "data.mdb.rebuild"
 _DAMAGED = "data.mdb.damaged-"
 _FORMAT = "data.mdb.format-"
 
@@ -27,7 +31,7 @@ class StoreDir:
     def __init__(self, path: Path, create: bool = True) -> None:
         self.path = path
         self.data = path / "data.mdb"
-        self.rebuild = path / "rebuild"
+        self.rebuild = path / _REBUILD
         try:
             if create:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,17 +91,23 @@ class StoreDir:
         earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
         return earlier, self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
 
-    def new_data_folder(self) -> Path:
-        """Create an empty folder for a new data file. Raises OSError."""
+    @contextmanager
+    def new_data_folder(self) -> Iterator[Path]:
+        """Create an empty folder for a new data file, and remove it at the end. Raises OSError.
+
+        ``install_rebuilt`` takes the complete file out of it.
+        """
         shutil.rmtree(self.rebuild, ignore_errors=True)
         self.rebuild.mkdir(mode=0o700)
-        return self.rebuild
+        try:
+            yield self.rebuild
+        finally:
+            shutil.rmtree(self.rebuild, ignore_errors=True)
 
     def install_rebuilt(self) -> None:
-        """Make the complete file in ``rebuild/`` the data file, in one step. Raises OSError."""
+        """Make the complete file in ``data.mdb.rebuild/`` the data file, in one step. Raises OSError."""
         os.rename(self.rebuild / "data.mdb", self.data)
         self._sync()
-        shutil.rmtree(self.rebuild, ignore_errors=True)
 
     def _sync(self) -> None:
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)

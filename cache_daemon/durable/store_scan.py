@@ -1,17 +1,18 @@
 """Store scan: finds all records of a data file by walking its pages.
 
 The strict scan runs before LMDB may open the file. It raises LmdbCorruption at the first page that LMDB cannot have
-written. The lenient scan collects everything that is still readable. It skips corrupt pages, and uses an older
-transaction when the newest is unreadable. It also finds leaves and payloads that no page refers to any more, unless the
-list of free pages says that they were deleted. If that list is corrupt too, the scan leaves out all pages that no page
-refers to, so that no deleted record returns.
+written. The lenient scan collects everything that is still readable. It skips corrupt pages. It also finds leaves and
+payloads that no page refers to any more, unless the list of free pages says that they were deleted. If that list is
+corrupt too, the scan leaves out all pages that no page refers to, so that no deleted record returns. Only then, or if
+the meta page is not that of the last transaction, it may use the transaction before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvsidecar import keys
+import xxhash
 
 from cache_daemon.durable.durable_tier import PAGE_BYTES
 from cache_daemon.durable.lmdb_file import (
@@ -59,15 +60,15 @@ class UnsupportedVersion(Exception):
 class StoreScan:
     """Everything that a scan found.
 
-    ``places`` has the offset and length of each stored payload; ``commit_matches`` says that the meta page belongs to
-    the last transaction.
+    ``places`` has the offset and length of each stored payload; ``commit_matches`` says whether the meta page belongs
+    to the last transaction, and is None if that is unreadable.
     """
 
     file: PageFile
     meta: MetaPage | None = None
     format: bytes = b""
     key_check: bytes = b""
-    commit_matches: bool = False
+    commit_matches: bool | None = None
     records: dict[bytes, Record] = field(default_factory=dict)
     places: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     notes: dict[bytes, bytes] = field(default_factory=dict)
@@ -96,17 +97,29 @@ def lenient_scan(file: PageFile) -> StoreScan:
         metas = _metas(file)
     except LmdbCorruption as corruption:
         return StoreScan(file, problems=[str(corruption)])
-    found = []
+    found: list[StoreScan] = []
     for meta in metas:
         surveyor = StoreScanner(StoreScan(file), PageWalk(file, meta, lenient=True))
         scan = surveyor.run(check_free=False)
-        if scan.problems:
-            LostPageSearch(scan, surveyor).search()
         found.append(scan)
         if not scan.problems:
             break
+        if LostPageSearch(scan, surveyor).search() and scan.commit_matches is not False:
+            break
     trusted = [scan for scan in found if scan.commit_matches and scan.records]
-    return trusted[0] if trusted else max(found, key=lambda scan: len(scan.records.keys() & scan.places.keys()))
+    chosen = trusted[0] if trusted else max(found, key=lambda scan: len(_complete(scan)))
+    if chosen is not found[0]:
+        newest, used = _complete(found[0]), _complete(chosen)
+        chosen.problems.insert(
+            0,
+            f"the newest transaction is unreadable; the one before is used: {len(newest - used)} chunks of the newest "
+            f"are lost, and {len(used - newest)} chunks may have been removed in it",
+        )
+    return chosen
+
+
+def _complete(scan: StoreScan) -> set[bytes]:
+    return scan.records.keys() & scan.places.keys()
 
 
 def _metas(file: PageFile) -> list[MetaPage]:
@@ -225,13 +238,13 @@ class LostPageSearch:
         self._scan, self._scanner, self._file = scan, scanner, scan.file
         self._used = scanner.walk.used
 
-    def search(self) -> None:
-        """Search all pages. Raises OSError."""
+    def search(self) -> bool:
+        """Search all pages. Returns False if the list of free pages is corrupt. Raises OSError."""
         walk = self._scanner.walk
         try:
             free = PageWalk(walk.file, walk.meta).free_pages()
         except LmdbCorruption:
-            return
+            return False
         values: list[int] = []
         number = 2
         while number < len(self._used):
@@ -243,6 +256,7 @@ class LostPageSearch:
                     break
             number += step
         self._match(values)
+        return True
 
     def _search(self, number: int, values: list[int]) -> int:
         """Search one page; return the length of its leaf or value in pages. Raises LmdbCorruption, OSError."""
@@ -269,21 +283,35 @@ class LostPageSearch:
             return
 
     def _match(self, values: list[int]) -> None:
-        """Assign found payloads without a key to records that lack a payload."""
+        """Assign found payloads without a key to all records that lack this payload."""
         scan = self._scan
-        wanted: dict[tuple[int, int], bytes] = {}
+        wanted: dict[tuple[int, int], list[bytes]] = {}
         for key, record in scan.records.items():
             size = max(record.stored_length, MINIMUM_VALUE_BYTES)
             if scan.places.get(key, (0, 0))[1] != size:
-                wanted[record.stored_length, record.stored_checksum] = key
-        by_pages: dict[int, set[int]] = {}
+                wanted.setdefault((record.stored_length, record.stored_checksum), []).append(key)
+        lengths: dict[int, set[int]] = {}  # number of pages -> lengths of payloads
         for length, _ in wanted:
-            by_pages.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
+            lengths.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
+        ascending = {pages: sorted(found) for pages, found in lengths.items()}
         for number in values:
-            for length in by_pages.get(overflow_pages(self._file, number), ()):
-                offset, stored = number * PAGE_BYTES + 16, bytearray(length)
-                if not self._file.read_into(memoryview(stored), offset):
-                    continue  # the file was truncated within this value
-                found = wanted.get((length, keys.checksum(stored)))
-                if found is not None:
-                    scan.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))
+            offset = number * PAGE_BYTES + 16
+            for length, checksum in self._checksums(offset, ascending.get(overflow_pages(self._file, number), [])):
+                for key in wanted.get((length, checksum), ()):
+                    scan.places[key] = (offset, max(length, MINIMUM_VALUE_BYTES))
+
+    def _checksums(self, offset: int, lengths: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield each of the ascending lengths that a value may have, with the checksum; read the value once.
+
+        Ends where the file ends.
+        """
+        stored = bytearray(max(0, min(max(lengths, default=0), self._file.size_bytes - offset)))
+        if not self._file.read_into(memoryview(stored), offset):
+            return
+        digest, done = xxhash.xxh3_64(), 0
+        for length in lengths:
+            if length > len(stored):
+                return
+            digest.update(memoryview(stored)[done:length])
+            done = length
+            yield length, digest.intdigest()

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.durable_tier import OutOfSpace, Put, PutOutcome, ReadResult, WriteGroup
+from cache_daemon.durable.durable_tier import OutOfSpace, Put, PutOutcome, ReadResult, TierFailed, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
+from cache_daemon.durable.scrub import scrub
 from tests.cache_daemon.durable.chunks import chunk, key_of, opened, read, store
 
 STORED = PutOutcome.STORED
@@ -177,4 +179,26 @@ def test_a_disk_that_others_have_filled_heals_when_they_leave(small_disk: Path) 
     assert read(tier, first) == [ReadResult.MISSING]
     hog.unlink()
     assert store(tier, chunk([2], payload=bytes(900_000))) == [STORED]
+    tier.close()
+
+
+@pytest.mark.parametrize("by_command", [False, True])
+def test_a_rebuild_without_room_gives_back_its_part(small_disk: Path, by_command: bool) -> None:
+    """A compaction, and a repair by ``cache verify``: the disk is as full as before."""
+    folder = small_disk / "store"
+    tier = opened(folder, 1 << 30, compression="none")
+    puts = fill(tier)
+    if by_command:
+        tier.close()
+        at = (folder / "data.mdb").read_bytes().index(bytes(puts[0].payload))
+        with (folder / "data.mdb").open("r+b") as file:
+            file.seek(at)
+            file.write(bytes(64))
+        with pytest.raises(StoreUnavailable, match="cannot verify the store"):
+            scrub(folder, repair=True)
+    else:
+        with pytest.raises(TierFailed, match="cannot be written"):
+            tier.compact()
+        assert read(tier, *puts) == [ReadResult.OK] * len(puts)
+    assert not [path for path in folder.iterdir() if path.name not in ("data.mdb", "daemon.lock")]
     tier.close()

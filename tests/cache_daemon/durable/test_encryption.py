@@ -16,6 +16,7 @@ from cache_daemon.durable.record_format import META, checked
 from cache_daemon.durable.scrub import scrub
 from tests.cache_daemon.durable.aes_gcm_cipher import AesGcmCipher
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, key_of, opened, read, store
+from tests.cache_daemon.durable.test_lost_pages import lose_pages
 from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 pytest.importorskip("cryptography")
@@ -140,6 +141,25 @@ def test_a_wrong_key_destroys_nothing_even_where_the_store_is_damaged(tmp_path: 
     for wrong in (OTHER_KEY, None):
         with pytest.raises(StoreUnavailable, match="key"):
             LmdbTier(tmp_path, BUDGET, key=wrong)
+    tier = opened(tmp_path, key=KEY)
+    assert read(tier, *puts) == [ReadResult.OK] * 6
+    tier.close()
+
+
+def test_verify_empties_no_damaged_store_without_its_key(tmp_path: Path) -> None:
+    """The damaged page lists the databases, so the record of the key is not found either."""
+    tier = opened(tmp_path, key=KEY)
+    puts = chain(6)
+    store(tier, *puts)
+    tier.close()
+    lose_pages(tmp_path, b"main")
+    damaged = (tmp_path / "data.mdb").read_bytes()
+    for wrong in (OTHER_KEY, None):
+        for repair in (False, True):
+            with pytest.raises(StoreUnavailable, match="is damaged and cannot be read with the key given"):
+                scrub(tmp_path, repair=repair, key=wrong)
+    assert (tmp_path / "data.mdb").read_bytes() == damaged
+    assert scrub(tmp_path, repair=True, key=KEY).sound == 6
     tier = opened(tmp_path, key=KEY)
     assert read(tier, *puts) == [ReadResult.OK] * 6
     tier.close()

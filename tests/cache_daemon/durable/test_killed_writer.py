@@ -104,6 +104,6 @@ def test_compacting_can_die_at_any_point(tmp_path: Path, seed: int) -> None:
     tier = LmdbTier(tmp_path, BUDGET)
     assert {key_of(put) for put in kept} <= {loaded.header.prefix_hash for loaded in tier.load()}
     assert read(tier, *kept) == [ReadResult.OK] * 20
-    assert not (tmp_path / "rebuild").exists()
+    assert not (tmp_path / "data.mdb.rebuild").exists()
     assert not list(tmp_path.glob("data.mdb.damaged-*"))
     tier.close()

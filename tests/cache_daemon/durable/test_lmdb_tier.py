@@ -234,9 +234,19 @@ def test_what_a_rebuild_left_behind_by_dying_is_cleared(tmp_path: Path) -> None:
     put = chunk([1])
     store(tier, put)
     tier.close()
-    (tmp_path / "rebuild").mkdir()
-    (tmp_path / "rebuild" / "data.mdb").write_bytes(b"half of a file")
+    (tmp_path / "data.mdb.rebuild").mkdir()
+    (tmp_path / "data.mdb.rebuild" / "data.mdb").write_bytes(b"half of a file")
     tier = opened(tmp_path)
     assert is_sound(tier, put)
-    assert not (tmp_path / "rebuild").exists()
+    assert not (tmp_path / "data.mdb.rebuild").exists()
     tier.close()
+
+
+def test_a_folder_of_something_else_keeps_its_own_rebuild(tmp_path: Path) -> None:
+    (tmp_path / "rebuild").mkdir()
+    (tmp_path / "rebuild" / "theirs.txt").write_text("x")
+    tier = opened(tmp_path)
+    store(tier, chunk([1]))
+    tier.compact()
+    tier.close()
+    assert (tmp_path / "rebuild" / "theirs.txt").read_text() == "x"
