@@ -175,7 +175,7 @@ class GpuTier:
         return None
 
     def _drop(self, chunk: Chunk) -> None:
-        """Free a chunk's slot, which nobody uses; ignores chunks without one."""
+        """Free the unused slot of a chunk; ignore chunks without one."""
         if chunk.gpu_slot is not None:
             self._quotas.remove(chunk)
             self._copied.remove(chunk)
