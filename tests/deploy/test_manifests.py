@@ -19,7 +19,7 @@ from cache_daemon.store import shutdown
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.custom_resources import SCHEMAS
-from tests.deploy.manifests import BUILDS, Resource, containers, of_kind, pods, resources, settings
+from tests.deploy.manifests import BUILDS, WORKLOADS, Resource, containers, of_kind, pods, resources, settings
 
 KUBERNETES = "1.34"  # the first whose resource claims are stable
 
@@ -53,6 +53,15 @@ def process_of(container: Resource) -> str:
 def built(name: str) -> list[tuple[Resource, Resource]]:
     """Return ``(pod, container)`` for each of our services, and for vLLM."""
     return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c) in {*OURS, "vllm"}]
+
+
+def selects(selector: Resource, labels: dict[str, str]) -> bool:
+    """Return whether a label selector matches labels. The manifests use only the operator In."""
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
 
 
 def config_of(name: str, container: Resource, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -197,6 +206,17 @@ def test_services_policies_and_monitors_name_ports_that_exist(name: str, monkeyp
     assert allowed <= ports | listeners
     assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= named
     assert {port for port in ports if port.startswith("metrics-")} <= {e["port"] for e in monitor["spec"]["endpoints"]}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_policies_select_our_pods_and_no_other_pod_of_the_namespace(name: str) -> None:
+    """A policy that selects a foreign pod closes its way to KVSidecar and to its own services."""
+    ours = [r["spec"]["template"]["metadata"]["labels"] for r in of_kind(name, *WORKLOADS)]
+    for policy in of_kind(name, "NetworkPolicy"):
+        selector = policy["spec"]["podSelector"]
+        assert any(selects(selector, labels) for labels in ours), policy["metadata"]["name"]
+        for foreign in ({}, {"app": "client"}, {"app.kubernetes.io/name": "client"}):
+            assert not selects(selector, foreign), policy["metadata"]["name"]
 
 
 @pytest.mark.parametrize("name", BUILDS)
