@@ -137,6 +137,18 @@ def test_who_shares_memory_is_one_user_in_a_folder_of_its_own(name: str, monkeyp
 
 
 @pytest.mark.parametrize("name", BUILDS)
+def test_commands_in_a_container_look_where_its_sockets_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kvsidecar status`` and ``doctor`` refuse the volume's own folder, which belongs to root."""
+    for _, container in built(name):
+        config = config_of(name, container, monkeypatch)
+        if process_of(container) == "vllm" or getattr(config, "nodes", ""):
+            continue  # it has no sockets of workers
+        sockets = config.targets if process_of(container) == "gateway" else [config.socket]
+        folder = settings(name, container).get("KVSIDECAR_RUNTIME_DIR", "")
+        assert {str(Path(socket).parent) for socket in sockets} == {folder}, container["name"]
+
+
+@pytest.mark.parametrize("name", BUILDS)
 def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(process_of(c), config_of(name, c, monkeypatch)) for _, c in built(name)]
     daemons = {config.socket for process, config in found if process == "daemon"}
