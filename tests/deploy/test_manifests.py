@@ -33,6 +33,7 @@ class EngineConfig:
 
 
 OURS: dict[str, Any] = {"daemon": DaemonConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+STORE_BYTES_PER_SECOND = 32 << 20  # of a daemon that repairs or compacts its store on a slow disk
 OVERHEAD = 512 << 20  # of a daemon, beside its memory for chunks
 
 
@@ -177,6 +178,16 @@ def test_a_socket_lies_on_one_volume_for_all_who_name_it(name: str, monkeypatch:
     for socket, found in behind.items():
         assert all(volume == found[0] for volume in found), socket
     assert any(len(found) > 1 for found in behind.values())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_daemon_may_read_its_whole_store_before_it_must_listen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repairs or compacts the store before it listens; the kubelet would kill it again and again meanwhile."""
+    for _, container in built(name):
+        if process_of(container) == "daemon":
+            probe = container["startupProbe"]
+            allowed = probe["periodSeconds"] * probe["failureThreshold"]
+            assert allowed >= config_of(name, container, monkeypatch).store_bytes / STORE_BYTES_PER_SECOND, allowed
 
 
 @pytest.mark.parametrize("name", BUILDS)
