@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from cache_daemon.store import shutdown
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.custom_resources import SCHEMAS
-from tests.deploy.manifests import BUILDS, WORKLOADS, Resource, containers, of_kind, pods, resources, settings
+from tests.deploy.manifests import BUILDS, DEPLOY, WORKLOADS, Resource, containers, of_kind, pods, resources, settings
 
 KUBERNETES = "1.34"  # the first whose resource claims are stable
 
@@ -88,6 +89,18 @@ def test_a_misspelt_field_is_refused() -> None:
         broken["speck"] = {}
         with pytest.raises((ValueError, kubernetes_validate.ValidationError)):
             check(broken)
+
+
+def test_the_lowest_kubernetes_that_is_named_has_what_the_base_uses() -> None:
+    """Kubernetes 1.29 has the sleep of a hook behind a feature gate that is off, and refuses pods with it."""
+    files = [DEPLOY / "README.md", DEPLOY / "kubernetes" / "base" / "kustomization.yaml"]
+    named = [re.findall(r"Kubernetes\s+(?:# )?1\.(\d+)(?: or newer|, because)", f.read_text()) for f in files]
+    hooks = [c["lifecycle"]["preStop"] for pod in pods("base") for c in containers(pod) if "lifecycle" in c]
+    assert [hook.keys() for hook in hooks] == [{"sleep"}] * 2
+    assert named == [["30"]] * 2
+    for resource in resources("base"):
+        if resource["kind"] not in SCHEMAS:
+            kubernetes_validate.validate(resource, "1.30", strict=True)
 
 
 @pytest.mark.parametrize("name", BUILDS)
