@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.manifests import DEPLOY
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -104,6 +106,19 @@ def test_ranks_connect_with_the_sockets_that_the_workers_unit_allows() -> None:
 
     assert os.strerror(errno.EAFNOSUPPORT) in run("import socket; socket.socket(socket.AF_PACKET)")
     assert run("from torch.distributed import ProcessGroupGloo as g; g.create_device(hostname='127.0.0.1')") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "drain_seconds"),
+    [
+        ("kvsidecar-worker@.service", WorkerConfig(model="demo").drain_seconds),
+        ("kvsidecar-gateway.service", GatewayConfig().drain_seconds),
+    ],
+)
+def test_systemd_waits_longer_than_a_process_drains(name: str, drain_seconds: float) -> None:
+    lines = (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
+    (seconds,) = [line.partition("=")[2] for line in lines if line.startswith("TimeoutStopSec=")]
+    assert float(seconds) >= drain_seconds + 10
 
 
 def test_only_a_workers_unit_opens_netlink_sockets() -> None:
