@@ -286,6 +286,16 @@ def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
     assert "namespace" in json.loads(kv(str(node.worker_socket(0)), "model").stdout)
 
 
+def test_the_shell_script_sends_every_character_as_json(tmp_path: Path) -> None:
+    """Terminal output and page breaks have control characters, which JSON allows only in an escaped form."""
+    text = 'a "quoted" \\ & $text \u20ac' + "".join(map(chr, range(1, 0x21))) + "\x7f"
+    shown = tmp_path / "buf"
+    shown.write_text('#!/bin/sh\nwhile [ "$1" != -d ]; do shift; done\nprintf %s "$2"\n')
+    shown.chmod(0o755)
+    said = kv("w:1", "generate", text, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert json.loads(said.stdout)["prompt"] == {"text": text}
+
+
 # ---- a scripted worker: limits that a real model does not reach --------------------------------
 
 

@@ -26,6 +26,7 @@ COMBINATIONS = [
     "vllm+remote+mtls",
     "remote+mtls+node-cache+vllm+gpu",
 ]
+WORKLOADS = ("StatefulSet", "DaemonSet", "Deployment", "Job")
 BUILDS = ["base", *sorted(f"overlays/{p.name}" for p in (KUBERNETES / "overlays").iterdir()), *COMBINATIONS]
 
 
@@ -68,7 +69,7 @@ def of_kind(name: str, *kinds: str) -> list[Resource]:
 
 def pods(name: str) -> list[Resource]:
     """Return the pod specifications of all workloads."""
-    return [r["spec"]["template"]["spec"] for r in of_kind(name, "StatefulSet", "DaemonSet", "Deployment", "Job")]
+    return [r["spec"]["template"]["spec"] for r in of_kind(name, *WORKLOADS)]
 
 
 def containers(pod: Resource) -> list[Resource]:

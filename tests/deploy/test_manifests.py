@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from cache_daemon.store import shutdown
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.custom_resources import SCHEMAS
-from tests.deploy.manifests import BUILDS, Resource, containers, of_kind, pods, resources, settings
+from tests.deploy.manifests import BUILDS, DEPLOY, WORKLOADS, Resource, containers, of_kind, pods, resources, settings
 
 KUBERNETES = "1.34"  # the first whose resource claims are stable
 
@@ -33,6 +34,7 @@ class EngineConfig:
 
 
 OURS: dict[str, Any] = {"daemon": DaemonConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+STORE_BYTES_PER_SECOND = 32 << 20  # of a daemon that repairs or compacts its store on a slow disk
 OVERHEAD = 512 << 20  # of a daemon, beside its memory for chunks
 
 
@@ -53,6 +55,15 @@ def process_of(container: Resource) -> str:
 def built(name: str) -> list[tuple[Resource, Resource]]:
     """Return ``(pod, container)`` for each of our services, and for vLLM."""
     return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c) in {*OURS, "vllm"}]
+
+
+def selects(selector: Resource, labels: dict[str, str]) -> bool:
+    """Return whether a label selector matches labels. The manifests use only the operator In."""
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
 
 
 def config_of(name: str, container: Resource, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -78,6 +89,18 @@ def test_a_misspelt_field_is_refused() -> None:
         broken["speck"] = {}
         with pytest.raises((ValueError, kubernetes_validate.ValidationError)):
             check(broken)
+
+
+def test_the_lowest_kubernetes_that_is_named_has_what_the_base_uses() -> None:
+    """Kubernetes 1.29 has the sleep of a hook behind a feature gate that is off, and refuses pods with it."""
+    files = [DEPLOY / "README.md", DEPLOY / "kubernetes" / "base" / "kustomization.yaml"]
+    named = [re.findall(r"Kubernetes\s+(?:# )?1\.(\d+)(?: or newer|, because)", f.read_text()) for f in files]
+    hooks = [c["lifecycle"]["preStop"] for pod in pods("base") for c in containers(pod) if "lifecycle" in c]
+    assert [hook.keys() for hook in hooks] == [{"sleep"}] * 2
+    assert named == [["30"]] * 2
+    for resource in resources("base"):
+        if resource["kind"] not in SCHEMAS:
+            kubernetes_validate.validate(resource, "1.30", strict=True)
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -128,6 +151,18 @@ def test_who_shares_memory_is_one_user_in_a_folder_of_its_own(name: str, monkeyp
 
 
 @pytest.mark.parametrize("name", BUILDS)
+def test_commands_in_a_container_look_where_its_sockets_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kvsidecar status`` and ``doctor`` refuse the volume's own folder, which belongs to root."""
+    for _, container in built(name):
+        config = config_of(name, container, monkeypatch)
+        if process_of(container) == "vllm" or getattr(config, "nodes", ""):
+            continue  # it has no sockets of workers
+        sockets = config.targets if process_of(container) == "gateway" else [config.socket]
+        folder = settings(name, container).get("KVSIDECAR_RUNTIME_DIR", "")
+        assert {str(Path(socket).parent) for socket in sockets} == {folder}, container["name"]
+
+
+@pytest.mark.parametrize("name", BUILDS)
 def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(process_of(c), config_of(name, c, monkeypatch)) for _, c in built(name)]
     daemons = {config.socket for process, config in found if process == "daemon"}
@@ -156,6 +191,16 @@ def test_a_socket_lies_on_one_volume_for_all_who_name_it(name: str, monkeypatch:
     for socket, found in behind.items():
         assert all(volume == found[0] for volume in found), socket
     assert any(len(found) > 1 for found in behind.values())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_daemon_may_read_its_whole_store_before_it_must_listen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repairs or compacts the store before it listens; the kubelet would kill it again and again meanwhile."""
+    for _, container in built(name):
+        if process_of(container) == "daemon":
+            probe = container["startupProbe"]
+            allowed = probe["periodSeconds"] * probe["failureThreshold"]
+            assert allowed >= config_of(name, container, monkeypatch).store_bytes / STORE_BYTES_PER_SECOND, allowed
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -197,6 +242,17 @@ def test_services_policies_and_monitors_name_ports_that_exist(name: str, monkeyp
     assert allowed <= ports | listeners
     assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= named
     assert {port for port in ports if port.startswith("metrics-")} <= {e["port"] for e in monitor["spec"]["endpoints"]}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_policies_select_our_pods_and_no_other_pod_of_the_namespace(name: str) -> None:
+    """A policy that selects a foreign pod closes its way to KVSidecar and to its own services."""
+    ours = [r["spec"]["template"]["metadata"]["labels"] for r in of_kind(name, *WORKLOADS)]
+    for policy in of_kind(name, "NetworkPolicy"):
+        selector = policy["spec"]["podSelector"]
+        assert any(selects(selector, labels) for labels in ours), policy["metadata"]["name"]
+        for foreign in ({}, {"app": "client"}, {"app.kubernetes.io/name": "client"}):
+            assert not selects(selector, foreign), policy["metadata"]["name"]
 
 
 @pytest.mark.parametrize("name", BUILDS)

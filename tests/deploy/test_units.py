@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
+import platform
 import shutil
+import socket
+import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.manifests import DEPLOY
 
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -55,3 +64,63 @@ def test_gpus_of_every_driver_are_open(name: str, devices: tuple[str, ...]) -> N
     lines = (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
     assert "PrivateDevices=yes" not in lines
     assert {f"DeviceAllow=char-{device} rw" for device in devices} <= set(lines)
+
+
+def deny_socket_families(allowed: list[int]) -> None:
+    """Make socket(2) fail in this process for other address families, as systemd's RestrictAddressFamilies does.
+
+    The filter is a seccomp program for x86-64, whose socket(2) has the number 41.
+    """
+
+    def instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
+        return struct.pack("HBBI", code, if_true, if_false, value)
+
+    load, equal, end = 0x20, 0x15, 0x06
+    families = b"".join(instruction(equal, len(allowed) - i, 0, family) for i, family in enumerate(allowed))
+    program = ctypes.create_string_buffer(
+        instruction(load, 0, 0, 0)  # the number of the call
+        + instruction(equal, 0, len(allowed) + 2, 41)
+        + instruction(load, 0, 0, 16)  # its first argument
+        + families
+        + instruction(end, 0, 0, 0x00050000 | errno.EAFNOSUPPORT)
+        + instruction(end, 0, 0, 0x7FFF0000)  # allow
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    filter_address = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
+    for option in ((38, 1, 0, 0, 0), (22, 2, filter_address)):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        if libc.prctl(*option):
+            raise OSError(ctypes.get_errno(), "prctl")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter is written for x86-64")
+def test_ranks_connect_with_the_sockets_that_the_workers_unit_allows() -> None:
+    """Gloo lists the interfaces over a netlink socket, and no rank joins without it."""
+    lines = (DEPLOY / "systemd" / "kvsidecar-worker@.service").read_text(encoding="utf-8").splitlines()
+    (named,) = [line.partition("=")[2].split() for line in lines if line.startswith("RestrictAddressFamilies=")]
+    allowed = [int(getattr(socket, name)) for name in named]
+
+    def run(program: str) -> str:
+        command = [sys.executable, "-c", program]
+        restrict = partial(deny_socket_families, allowed)
+        return subprocess.run(command, preexec_fn=restrict, capture_output=True, text=True, check=False).stderr
+
+    assert os.strerror(errno.EAFNOSUPPORT) in run("import socket; socket.socket(socket.AF_PACKET)")
+    assert run("from torch.distributed import ProcessGroupGloo as g; g.create_device(hostname='127.0.0.1')") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "drain_seconds"),
+    [
+        ("kvsidecar-worker@.service", WorkerConfig(model="demo").drain_seconds),
+        ("kvsidecar-gateway.service", GatewayConfig().drain_seconds),
+    ],
+)
+def test_systemd_waits_longer_than_a_process_drains(name: str, drain_seconds: float) -> None:
+    lines = (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
+    (seconds,) = [line.partition("=")[2] for line in lines if line.startswith("TimeoutStopSec=")]
+    assert float(seconds) >= drain_seconds + 10
+
+
+def test_only_a_workers_unit_opens_netlink_sockets() -> None:
+    opened = {unit.name for unit in UNITS if "AF_NETLINK" in unit.read_text(encoding="utf-8")}
+    assert opened == {"kvsidecar-worker@.service"}

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from kvsidecar import AsyncClient, Client
-from kvsidecar.cli.service_settings import read_settings
+from kvsidecar.cli.service_settings import ServiceSettings, read_settings
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import socket_path
 from kvsidecar.worker_targets import target_of
 
 from cache_daemon.config import DaemonConfig
+from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.node.supervisor import ServeConfig
 from inference_svc.server.worker_config import WorkerConfig
 
@@ -56,6 +57,34 @@ def test_variables_of_commands_may_be_exported(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(name, "1")
     for settings in (ServeConfig, DaemonConfig):
         read_settings(settings, {}, None)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp", "sctp"])
+@pytest.mark.parametrize(
+    ("name", "settings", "setting"),
+    [
+        ("KVSIDECAR_PORT", ServeConfig, "port"),
+        ("KVSIDECAR_FLEET_PORT", ServeConfig, ""),
+        ("KVSIDECAR_GATEWAY_PORT", GatewayConfig, "port"),
+        ("KVSIDECAR_GATEWAY_MAIN_PORT", GatewayConfig, ""),
+        ("KVSIDECAR_CACHE_METRICS_PORT", DaemonConfig, "metrics_port"),
+    ],
+)
+def test_the_link_of_a_kubernetes_service_is_neither_a_setting_nor_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: type[ServiceSettings], setting: str, protocol: str
+) -> None:
+    """The kubelet sets NAME_PORT=tcp://IP:PORT and NAME_PORT_80_TCP for every Service of the namespace."""
+    expected = read_settings(settings, {}, None)
+    monkeypatch.setenv(name, f"{protocol}://10.0.0.1:80")
+    monkeypatch.setenv(f"{name}_80_{protocol.upper()}", f"{protocol}://10.0.0.1:80")
+    assert read_settings(settings, {}, None) == expected
+    assert settings() == expected
+    monkeypatch.setenv(name, "8123")
+    if setting:
+        assert getattr(read_settings(settings, {}, None), setting) == 8123
+    else:
+        with pytest.raises(ConfigurationError, match=f"{name} is in the environment and is no setting"):
+            read_settings(settings, {}, None)
 
 
 @pytest.mark.parametrize("text", ["w.sock", "run/w.sock", "./w.sock", "unix:run/w.sock", "/run/w.sock"])

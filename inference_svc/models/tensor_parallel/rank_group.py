@@ -36,7 +36,8 @@ class RankGroup:
             self._group = connect(files, rank, size, timeout)
         except RuntimeError as error:
             raise Unavailable(
-                f"the {size} ranks of this worker did not come together within {timeout_seconds:g} s: {error}"
+                f"the {size} ranks of this worker did not come together "
+                f"(each waits at most {timeout_seconds:g} s): {error}"
             ) from error
 
     def sum(self, partial: Tensor) -> Tensor:

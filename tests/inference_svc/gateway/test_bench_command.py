@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,20 @@ class _BreaksOff(BaseHTTPRequestHandler):
         """Do not log to the output of the test."""
 
 
-@pytest.fixture
-def breaks_off() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _BreaksOff) as server:
+@contextmanager
+def served(by: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), by) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def breaks_off() -> Iterator[str]:
+    with served(_BreaksOff) as url:
+        yield url
 
 
 def test_a_broken_answer_is_counted_as_failed(breaks_off: str) -> None:
@@ -104,6 +111,84 @@ def test_a_broken_answer_is_counted_as_failed(breaks_off: str) -> None:
     assert (found["first"]["failed"], found["again"]["failed"]) == (2, 2)
     assert found["again"]["reasons"] == {"the answer broke off": 2}
     assert found["again"]["cached_share"] is None
+
+
+@contextmanager
+def saying(events: bytes, models: bytes = b"") -> Iterator[str]:
+    """URL of a server whose every streamed answer has these events, and whose list of models is this."""
+
+    class Says(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(events + b"data: [DONE]\n\n")
+
+        def answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Do not log to the output of the test."""
+
+    with served(Says) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ('{"error": "overloaded"}', "overloaded"),
+        ('{"error": {"message": "too long"}}', "too long"),
+        ('{"error": {"code": 5}}', "{'code': 5}"),
+        ("[1]", "the server sent '[1]', which is no event of an answer"),
+        ("5", "the server sent '5', which is no event of an answer"),
+        ("nonsense", "the server sent 'nonsense', which is no event of an answer"),
+        ('{"choices": [5]}', "the server sent '{\"choices\": [5]}', which is no event of an answer"),
+        ('{"usage": [5]}', "the server sent '{\"usage\": [5]}', which is no event of an answer"),
+    ],
+)
+def test_an_error_event_of_any_server_is_a_failed_request(event: str, said: str) -> None:
+    with saying(f"data: {event}\n\n".encode()) as url:
+        done = bench(url, "--model", "m", "--json")
+    assert isinstance(done.exception, KVSidecarError), done.exception
+    assert str(done.exception) == f"no request succeeded; the first said: {said}"
+    assert json.loads(done.stdout)["again"]["reasons"] == {said: 4}
+
+
+def test_an_event_may_have_null_for_an_empty_list() -> None:
+    """Servers in Go encode an empty list as null."""
+    text = b'data: {"choices": [{"delta": {"content": "x"}}], "error": null}\n\n'
+    usage = b'data: {"choices": null, "usage": {"prompt_tokens": 7, "completion_tokens": 1}}\n\n'
+    with saying(text + usage) as url:
+        done = bench(url, "--model", "m", "--json")
+    assert done.exit_code == 0, done.exception
+    assert json.loads(done.stdout)["again"]["prompt_tokens"] == 4 * 7
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (b'{"data": null}', "serves no model yet"),
+        (b'{"data": [1]}', "is no list of models"),
+        (b'{"data": {"id": 1}}', "is no list of models"),
+        (b"[]", "is no list of models"),
+    ],
+)
+def test_what_is_no_list_of_models_is_said_to_be_none(models: bytes, said: str) -> None:
+    with saying(b"", models) as url:
+        done = bench(url)
+    assert isinstance(done.exception, KVSidecarError), done.exception
+    assert said in str(done.exception)
+
+
+@pytest.mark.parametrize("further", [(), ("--model", "m")])
+def test_a_url_that_is_none_is_said_to_be_none(further: tuple[str, ...]) -> None:
+    done = bench("http://[::1", *further)
+    assert isinstance(done.exception, InvalidRequest), done.exception
+    assert "'http://[::1' is no URL" in str(done.exception)
 
 
 @pytest.mark.parametrize("out", ["", "none/x.json", "file/x.json"])

@@ -282,6 +282,7 @@ def test_a_variable_that_is_no_setting_is_refused_by_name(
 def test_what_kubernetes_and_the_daemon_put_there_is_let_be(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVSIDECAR_SERVICE_HOST", "KVSIDECAR_PORT_8000_TCP_ADDR", "KVSIDECAR_CACHE_SOCKET"):
         monkeypatch.setenv(name, "10.0.0.1")
+    monkeypatch.setenv("KVSIDECAR_PORT", "tcp://10.0.0.1:80")
     assert children("demo")
 
 

@@ -8,17 +8,21 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.client import Completion
 from kvsidecar.errors import KVSidecarError, Unavailable
 
 from benchmarks.node import Node
+from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from inference_svc.server.runtime import build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_server import EXIT_ENGINE_STOPPED
@@ -165,3 +169,21 @@ def test_a_rank_that_is_gone_before_its_first_message(tmp_path: Path, monkeypatc
             ranks.expect(Joined)
     finally:
         ranks.close()
+
+
+def test_ranks_that_cannot_connect_say_why_and_claim_no_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error once said "within 300 s" at once, as if a longer timeout would help."""
+
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("Address family not supported by protocol")
+
+    join = partial(RankGroup, 0, 2, torch.device("cpu"), tmp_path / "store", 1.0)
+    with pytest.raises(Unavailable, match=r"2 ranks .* did not come together \(each waits at most 1 s\): Wait timeout"):
+        join()
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", refuse)
+    with pytest.raises(Unavailable) as refused:
+        join()
+    assert str(refused.value).endswith("(each waits at most 1 s): Address family not supported by protocol")
+    assert "within" not in str(refused.value)

@@ -36,10 +36,14 @@ class BenchServer:
     timeout_seconds: float = 600.0
 
     def client(self, connections: int) -> httpx.AsyncClient:
+        """Create a client. Raises InvalidRequest if the URL is none."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         timeout = httpx.Timeout(self.timeout_seconds, connect=_CONNECT_SECONDS)
-        return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
+        try:
+            return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise InvalidRequest(f"{self.url!r} is no URL: {error}") from error
 
 
 @dataclass
@@ -64,16 +68,14 @@ async def model_of(server: BenchServer) -> str:
             answer = await client.get("models")
             if answer.status_code != 200:
                 raise KVSidecarError(f"{server.url}/models says {_reason(answer.status_code, answer.content)}")
-            listed = answer.json()["data"]
-    except httpx.InvalidURL as error:
-        raise InvalidRequest(f"{server.url!r} is no URL: {error}") from error
+            listed = [str(model["id"]) for model in answer.json()["data"] or ()]
     except httpx.HTTPError as error:
         raise Unavailable(f"no answer from {server.url}: {error or type(error).__name__}; is it running?") from error
     except (ValueError, KeyError, TypeError) as error:
         raise KVSidecarError(f"{server.url}/models is no list of models; does the URL end in /v1?") from error
     if not listed:
         raise Unavailable(f"{server.url} serves no model yet; try again in a moment")
-    return str(listed[0]["id"])
+    return listed[0]
 
 
 async def send_prompts(
@@ -131,18 +133,14 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
             if data == "[DONE]":
                 ended = True
                 break
-            event = json.loads(data)
+            if not _says_something(data, answer):
+                continue
             now = time.perf_counter()
-            if "error" in event:
-                raise KVSidecarError(str(event["error"].get("message", event["error"])))
-            if _says_something(event):
-                if answer.first_token:
-                    answer.between.append(now - last)
-                else:
-                    answer.first_token = now - began
-                last = now
-            if event.get("usage"):
-                _count(event["usage"], answer)
+            if answer.first_token:
+                answer.between.append(now - last)
+            else:
+                answer.first_token = now - began
+            last = now
     answer.whole = time.perf_counter() - began
     if not ended:
         raise KVSidecarError("the answer broke off")
@@ -150,13 +148,26 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
     answer.first_token = answer.first_token or answer.whole
 
 
-def _says_something(event: dict[str, Any]) -> bool:
-    """Return whether an event has text of any kind; a chat's first event has only a role."""
-    for choice in event.get("choices", ()):
-        delta = choice.get("delta") or {}
-        if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "reasoning", "tool_calls")):
-            return True
-    return False
+def _says_something(data: str, answer: RequestResult) -> bool:
+    """Return whether an event has text of any kind; a chat's first event has only a role. Adds its usage to ``answer``.
+
+    Raises KVSidecarError for an error event, and for an event of another form.
+    """
+    try:
+        event = json.loads(data)
+        if event.get("error"):
+            raise KVSidecarError(_error_text(event["error"]))
+        if event.get("usage"):
+            _count(event["usage"], answer)
+        return any(_has_text(choice) for choice in event.get("choices") or ())
+    except (ValueError, TypeError, AttributeError) as error:
+        raise KVSidecarError(f"the server sent {data[:80]!r}, which is no event of an answer") from error
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    texts = (choice.get("text"), *map(delta.get, ("content", "reasoning_content", "reasoning", "tool_calls")))
+    return any(texts)
 
 
 def _count(usage: dict[str, Any], answer: RequestResult) -> None:
@@ -170,7 +181,11 @@ def _reason(code: int, content: bytes) -> str:
     try:
         found = json.loads(content)
         error = found.get("error", found) if isinstance(found, dict) else found
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
+        text = _error_text(error)
     except ValueError:
         text = content.decode("utf-8", "replace")
     return f"{code}: {text[:300]}"
+
+
+def _error_text(error: object) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)

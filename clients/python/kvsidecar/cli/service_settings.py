@@ -20,7 +20,8 @@ from typing import Any, TextIO, TypeVar, cast, get_args
 
 import structlog
 from pydantic import ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvsidecar.cli.flags import FlagParser, add_flags, did_you_mean
 from kvsidecar.cli.printable import printable
@@ -31,8 +32,24 @@ _PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_", "KVS
 # Variables of commands; a user may export them for all programs.
 _COMMAND_VARIABLES = frozenset({"KVSIDECAR_API_KEY", "KVSIDECAR_CACHE_STAGING_DIR"})
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^\s]*@")
-# Kubernetes puts these variables into every container if a Service is called kvsidecar.
-_FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+# Service links: variables of a Service called kvsidecar, which Kubernetes puts into every container of its namespace.
+_LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)")
+_LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Return whether Kubernetes has set this variable. ``NAME_PORT=tcp://IP:PORT`` may have the name of a setting."""
+    named_port = name.endswith("_PORT") and _LINK_ADDRESS.match(value) is not None
+    return named_port or _LINK_NAME.search(name) is not None
+
+
+class _Environment(EnvSettingsSource):
+    """Settings in environment variables, without Kubernetes' service links."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        value, key, is_complex = super().get_field_value(field, field_name)
+        is_link = value is not None and _is_service_link(f"{self.env_prefix}{field_name}".upper(), value)
+        return None if is_link else value, key, is_complex
 
 
 class ServiceSettings(BaseSettings):
@@ -43,6 +60,17 @@ class ServiceSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(env_ignore_empty=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls)
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +91,7 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
     refuse_unknown_variables(settings)
     values = {} if config is None else _read_file(settings, config)
     try:
-        return settings(**{**values, **EnvSettingsSource(settings)(), **given})
+        return settings(**{**values, **_Environment(settings)(), **given})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(p) for p in first["loc"]) or "the settings"
@@ -89,8 +117,8 @@ def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
     """
     prefix = str(settings.model_config.get("env_prefix", ""))
     known = {f"{prefix}{name}".upper() for name in settings.model_fields}
-    for name in sorted(os.environ):
-        if not name.startswith(prefix) or name in known | _COMMAND_VARIABLES or _FROM_KUBERNETES.search(name):
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(prefix) or name in known | _COMMAND_VARIABLES or _is_service_link(name, value):
             continue
         if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
             continue
