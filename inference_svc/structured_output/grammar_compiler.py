@@ -101,9 +101,9 @@ class GrammarCompiler:
             found = self._compiled.get(source)
             if found is not None:
                 self._compiled.move_to_end(source)
-        if found is None:
+        # All copies of a matcher share its lexer. An answer that exceeds the lexer's limits breaks it for later ones.
+        if found is None or _first_mask_error(found):
             found = self._compile(source, schema)
-            _check_satisfiable(found)
             with self._lock:
                 self._compiled[source] = found
                 while len(self._compiled) > _MAX_CACHED:
@@ -111,10 +111,13 @@ class GrammarCompiler:
         return GrammarState(found.deep_copy(), self._threads)
 
     def _compile(self, source: str, schema: Any) -> LLMatcher:
-        limits, tokenizer = LLParserLimits(verbose_errors=False), self._llguidance_tokenizer()
+        tokenizer = self._llguidance_tokenizer()
+        limits = LLParserLimits(verbose_errors=False)
         matcher = _on_large_stack(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits))
         if matcher.is_error():
             raise _refused(matcher.get_error(), schema)
+        if why := _first_mask_error(matcher):
+            raise _without_first_token(why)
         return matcher
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
@@ -153,17 +156,18 @@ def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
         return made.result()
 
 
-def _check_satisfiable(matcher: LLMatcher) -> None:
-    """Raise InvalidRequest for a grammar that matches no text.
-
-    An example is a schema that refers only to itself. llguidance detects this when it computes the first mask, so this
-    function computes the first mask.
-    """
+def _first_mask_error(matcher: LLMatcher) -> str:
+    """Compute a first mask, and return the matcher's message; empty if the grammar has a first token."""
     tried = matcher.deep_copy()
     tried.compute_bitmask()
-    if tried.is_error():
-        log.debug("a grammar has no first token", reason=tried.stop_reason())
-        raise _refused("no text begins as it says, for example because a schema or rule refers only to itself")
+    error: str = tried.get_error()
+    return error
+
+
+def _without_first_token(why: str) -> InvalidRequest:
+    """Build the error of a grammar without a first token, such as a schema that refers only to itself."""
+    log.debug("a grammar has no first token", reason=why)
+    return _refused("no text begins as it says, for example because a schema or rule refers only to itself")
 
 
 def _refused(why: str, schema: Any = None) -> InvalidRequest:

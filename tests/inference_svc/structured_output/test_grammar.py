@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kvsidecar.errors import GenerationFailed, InvalidRequest
+from kvsidecar.errors import GenerationFailed, GrammarFailed, InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
@@ -23,6 +25,7 @@ from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest
 from inference_svc.sequence.sequence import FinishReason, Sequence
+from inference_svc.structured_output import grammar_compiler
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_exactness import prompt
@@ -174,6 +177,25 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
     one.accept(TOKENIZER("x", add_special_tokens=False)["input_ids"][0])
     assert np.array_equal(other.mask(), before)
     assert not np.array_equal(one.mask(), before)
+
+
+def test_a_grammar_whose_matcher_failed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share their lexer, which fails in all copies when one copy exceeds a limit."""
+    monkeypatch.setattr(grammar_compiler, "LLParserLimits", partial(LLParserLimits, max_lexer_states=2000))
+    grammars, grammar = GrammarCompiler(TOKENIZER, 4096, END), pb.Grammar(regex="(.*a.{40}){9}")
+    letters = TOKENIZER("ab", add_special_tokens=False)["input_ids"]
+
+    chance = random.Random(0)
+
+    def answers() -> None:
+        for _ in range(100):
+            state = grammars.compile(grammar)
+            for _ in range(60):
+                state.accept(chance.choice(letters))
+
+    with pytest.raises(GrammarFailed):
+        answers()
+    assert grammars.compile(grammar).mask().any()
 
 
 @pytest.mark.parametrize(
