@@ -33,6 +33,9 @@ from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
+# A first token exists, but finding it exceeds the matcher's limits.
+DIFFERENCE = "start: T\nT: /(?s:.*)/ & ~/(?s:.*)(foo|bar.{0,20}baz)(?s:.*)/"
+TOO_COMPLEX = "too complex: too many expressions constructed; send a simpler one$"
 DIGITS = pb.Grammar(regex="([a-f0-9]{4} ){12,16}end")
 
 
@@ -215,6 +218,8 @@ def test_a_grammar_whose_matcher_failed_is_compiled_anew(monkeypatch: pytest.Mon
         (pb.Grammar(json_schema='{"type": {"type": "null"}}'), "the keyword 'type' must be a string or array"),
         (pb.Grammar(json_schema=json.dumps({"enum": ["x" * MAX_GRAMMAR_BYTES]})), "at most 65536 are allowed"),
         (pb.Grammar(regex="a(?=b)"), "look-around"),
+        (pb.Grammar(regex="a{1000}{1000}"), TOO_COMPLEX),
+        (pb.Grammar(grammar=DIFFERENCE), TOO_COMPLEX),
         (pb.Grammar(choice=pb.Choices(texts=["a", ""])), "none that is empty"),
         (pb.Grammar(choice=pb.Choices(texts=["a"] * 2000)), "at most 1024"),
         (pb.Grammar(regex="a", json_whitespace=" "), "json_whitespace is for a json_schema"),
