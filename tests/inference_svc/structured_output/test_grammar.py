@@ -116,6 +116,17 @@ def test_masks_touch_no_other_row() -> None:
     assert all(TOKENIZER.decode([token]).isdigit() for token, _ in steered.top)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_allowed_tokens_that_the_grammar_excludes_are_a_fault_of_the_request(temperature: float) -> None:
+    logits = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    letters = frozenset(TOKENIZER("ab", add_special_tokens=False)["input_ids"])
+    params = SamplingParams(temperature=temperature, allowed_tokens=letters)
+    (found,) = sample(logits, [SamplingState(params, grammar=GRAMMARS.compile(pb.Grammar(regex="[0-9]{3}")))])
+    assert isinstance(found, GrammarFailed)
+    assert found.param == "allowed_token_ids"
+    assert "allowed_token_ids has no token that the grammar allows" in str(found)
+
+
 def test_a_mask_is_there_when_it_is_asked_for_and_computed_once() -> None:
     """On its own thread, while whoever asked does something else."""
     began, go_on = threading.Event(), threading.Event()
