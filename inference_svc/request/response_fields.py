@@ -87,14 +87,18 @@ def join_parts(parts: list[pb.GenerateStreamResponse]) -> list[pb.GenerateStream
     """Join consecutive parts of a stream to as few messages as possible. Changes the parts.
 
     In a message, reasoning precedes text, and text precedes calls. So a new message begins where the answer has another
-    order.
+    order. A new message also begins with the text after reasoning, so that log probabilities are of one of them.
     """
     joined = list[pb.GenerateStreamResponse]()
     for part in parts:
-        if not joined or (joined[-1].tool_calls and (part.text or part.reasoning)):
+        whole = joined[-1] if joined else None
+        if (
+            whole is None
+            or ((whole.tool_calls or whole.reasoning) and part.text)
+            or (whole.tool_calls and part.reasoning)
+        ):
             joined.append(part)
             continue
-        whole = joined[-1]
         text, reasoning = whole.text + part.text, whole.reasoning + part.reasoning
         whole.MergeFrom(part)
         whole.text, whole.reasoning = text, reasoning

@@ -71,6 +71,19 @@ async def test_text_behind_a_call_is_behind_it(runtime: Runtime, interval: int) 
 
 
 @pytest.mark.parametrize("interval", [1, 3, 100])
+async def test_log_probabilities_of_a_text_have_no_token_of_the_reasoning(runtime: Runtime, interval: int) -> None:
+    parts = await answered(runtime, interval)
+    writer = ResponseWriter(ResponsesRequest(input="hi", store=False), "m", lambda stored: None, [], [])
+    items = json.loads(await writer.whole(chunks(parts)))["output"]
+    first = next(item["content"][0] for item in items if item["type"] == "message")
+    assert first["text"] == "Well."
+    tokens = [found["token"] for found in first["logprobs"]]
+    assert "Well. " in tokens
+    assert not {"<think>", "wh", "y"} & set(tokens)
+    assert interval > 1 or tokens == ["Well. "]  # else a marker may share the text's message
+
+
+@pytest.mark.parametrize("interval", [1, 3, 100])
 async def test_the_fields_of_a_split_message_are_complete(runtime: Runtime, interval: int) -> None:
     parts = await answered(runtime, interval)
     assert sum(len(part.token_ids) for part in parts) == len(ANSWER)
