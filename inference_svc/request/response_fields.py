@@ -67,17 +67,15 @@ def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.Generat
 
 
 def split_reasoning(splitter: ReasoningSplitter, part: pb.GenerateStreamResponse) -> None:
-    """Move reasoning from a part's text to its ``reasoning``; count its tokens in the usage."""
+    """Move reasoning from a part's text to its ``reasoning``."""
     part.reasoning, part.text = splitter.split(part.text, len(part.token_ids), bool(part.finish_reason))
-    if part.HasField("usage"):
-        part.usage.reasoning_tokens = splitter.tokens
 
 
-def add_usage(sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+def add_usage(sequence: Sequence, part: pb.GenerateStreamResponse, reasoning_tokens: int) -> None:
     """Set the usage of a sequence so far."""
     prompt, cached = sequence.request.num_prompt_tokens, sequence.usage.num_cached
     part.usage.prompt_tokens, part.usage.cached_tokens = prompt, cached
-    part.usage.generated_tokens = sequence.num_generated
+    part.usage.generated_tokens, part.usage.reasoning_tokens = sequence.num_generated, reasoning_tokens
     part.usage.approximate_tokens = sequence.usage.num_approximate
     part.usage.recomputed_tokens = sequence.usage.num_recomputed
     part.usage.draft_tokens = sequence.speculation.num_draft_tokens
@@ -85,11 +83,23 @@ def add_usage(sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
     part.usage.cache_write_tokens = prompt - cached if sequence.request.cache.write else 0
 
 
-def join_parts(parts: list[pb.GenerateStreamResponse]) -> pb.GenerateStreamResponse:
-    """Return one message with the consecutive ``parts`` of a stream, at least one. Changes the first part."""
-    whole = parts[0]
-    for part in parts[1:]:
+def join_parts(parts: list[pb.GenerateStreamResponse]) -> list[pb.GenerateStreamResponse]:
+    """Join consecutive parts of a stream to as few messages as possible. Changes the parts.
+
+    In a message, reasoning precedes text, and text precedes calls. So a new message begins where the answer has another
+    order. A new message also begins with the text after reasoning, so that log probabilities are of one of them.
+    """
+    joined = list[pb.GenerateStreamResponse]()
+    for part in parts:
+        whole = joined[-1] if joined else None
+        if (
+            whole is None
+            or ((whole.tool_calls or whole.reasoning) and part.text)
+            or (whole.tool_calls and part.reasoning)
+        ):
+            joined.append(part)
+            continue
         text, reasoning = whole.text + part.text, whole.reasoning + part.reasoning
         whole.MergeFrom(part)
         whole.text, whole.reasoning = text, reasoning
-    return whole
+    return joined

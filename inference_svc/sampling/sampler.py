@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from kvkernels.cpu.head_rows import Likeliest
-from kvsidecar.errors import GenerationFailed
+from kvsidecar.errors import GenerationFailed, GrammarFailed
 from torch import Tensor
 
 from inference_svc.sampling.logits_masks import apply_logit_bias, apply_masks
@@ -92,6 +92,14 @@ def _not_finite() -> LogitsNotFinite:
     return LogitsNotFinite("the model computed NaN or infinity for this request; nothing can be drawn from that")
 
 
+def _no_token(sampler: SamplingState) -> GenerationFailed:
+    """Builds the error of a row without a token that is both allowed and possible."""
+    if sampler.grammar is not None and sampler.params.allowed_tokens is not None:
+        why = "allowed_token_ids has no token that the grammar allows here; add such tokens, or leave one of them out"
+        return GrammarFailed(why, param="allowed_token_ids")
+    return GenerationFailed("no token may be drawn here: none is both allowed and possible")
+
+
 def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState]) -> list[SampleResult]:
     """Samples tokens of ``rows`` with masks, biases, penalties and log probabilities."""
     count, vocabulary = len(rows), logits.shape[1]
@@ -119,10 +127,9 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
         part, peaks = (scores, best) if all_of_them else (scores[drawn], best[drawn])
         for i, token in zip(drawn, _draw(part, peaks, [samplers[i] for i in drawn]), strict=True):
             found[i] = token
-    nothing = GenerationFailed("no token may be drawn here: none is both allowed and possible")
     out: list[SampleResult] = [
-        _not_finite() if not sound[i] else SampledToken(found[i]) if able[i] else lost.get(i, nothing)
-        for i in range(count)
+        _not_finite() if not sound[i] else SampledToken(found[i]) if able[i] else lost.get(i, _no_token(s))
+        for i, s in enumerate(samplers)
     ]
     for line, i in zip(plain, scored, strict=False):
         if able[i]:

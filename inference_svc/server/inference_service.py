@@ -134,34 +134,36 @@ class InferenceService(InferenceServiceServicer):
                 parts = list[pb.GenerateStreamResponse]()
                 for output in outputs:
                     part = self._part(sequence, output)
-                    if request.continuous_usage or part.finish_reason:
-                        add_usage(sequence, part)
                     if thinking is not None:
                         split_reasoning(thinking, part)
-                    if calls is not None:
-                        read_calls(calls, part)
-                        texts.append(part.text)
-                        add_calls(message.tool_calls, part.tool_calls)
+                    if calls is None:
+                        parts.append(part)
+                        continue
+                    for one in read_calls(calls, part):
+                        parts.append(one)
+                        texts.append(one.text)
+                        add_calls(message.tool_calls, one.tool_calls)
                         # The answer's tokens may include a stop string, an excess call or reasoning that ``message``
                         # lacks. The tokens of such answers are not kept.
-                        finish, stopped_by = part.finish_reason, part.WhichOneof("stopped_by")
+                        finish, stopped_by = one.finish_reason, one.WhichOneof("stopped_by")
                         called = finish == pb.FINISH_REASON_TOOL_CALLS and stopped_by is None
                         reasoned = thinking is not None and thinking.tokens > 0
                         if called and not reasoned and calls.calls == len(message.tool_calls):
                             message.content = "".join(texts)
                             self._tokenizer.keep_calls(request.cache.tenant_salt, sequence, message)
-                    parts.append(part)
-                whole = join_parts(parts)
-                if first:
-                    whole.request_id = sequence.request.id
-                if first and request.return_prompt_tokens:
-                    whole.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
-                if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
-                    await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, whole))
-                if whole.finish_reason:
-                    await self._add_miss(request, sequence, whole)
-                first = False
-                yield whole
+                for whole in join_parts(parts):
+                    if request.continuous_usage or whole.finish_reason:
+                        add_usage(sequence, whole, thinking.tokens if thinking is not None else 0)
+                    if first:
+                        whole.request_id = sequence.request.id
+                    if first and request.return_prompt_tokens:
+                        whole.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
+                    if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
+                        await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, whole))
+                    if whole.finish_reason:
+                        await self._add_miss(request, sequence, whole)
+                    first = False
+                    yield whole
 
     async def outputs(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST

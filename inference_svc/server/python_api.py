@@ -318,12 +318,11 @@ def _chunks(call: _Call) -> Iterator[Chunk]:
         if finish is not None:
             part.finish_reason = FINISH[finish]
             set_stop_reason(s, finish, part)
-        if call.parser is not None:
-            read_calls(call.parser, part)
-            add_calls(calls, part.tool_calls)
-        text.append(part.text)
-        result = None if finish is None else _ended(call, part, "".join(text), calls, logprobs, finish)
-        yield Chunk(part.text, list(part.token_ids), list(part.tool_calls), result)
+        for one in [part] if call.parser is None else read_calls(call.parser, part):
+            add_calls(calls, one.tool_calls)
+            text.append(one.text)
+            result = _ended(call, one, "".join(text), calls, logprobs, finish) if finish and one.finish_reason else None
+            yield Chunk(one.text, list(one.token_ids), list(one.tool_calls), result)
 
 
 def _ended(

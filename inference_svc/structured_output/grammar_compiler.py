@@ -35,6 +35,9 @@ _MAX_CHOICES = 1024
 # models would otherwise write white space forever.
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _MAX_CACHED = 64
+# Work of a lexer up to the first mask. Large schemas need less, and the library's default of 1,000,000 lets the regular
+# expression a{1000}{1000} take 9 seconds and 200 MB.
+_MAX_LEXER_FUEL = 200_000
 _MAX_THREADS = 8
 # llguidance recurses along rules that name each other, and a stack overflow ends the process. The longest chain in a
 # grammar of MAX_GRAMMAR_BYTES needs less than this. The system provides only the part of a stack that is used.
@@ -48,6 +51,7 @@ _NOT_FETCHED = re.compile(r"Resource '(.*?)' is not present in a registry")
 _BAD_PATTERN = re.compile(r"regex parse error:\n    (.*)\n")
 _WRONG_VALUE = re.compile(r"^(\w+) (must be .*)", re.MULTILINE)
 _HARD_PATTERN = "Unable to determine if regex is empty"
+_TOO_COMPLEX = re.compile(r"lexer error: (too many .*)")
 _INCOMPATIBLE_TYPES = "Unsatisfiable schema: incompatible types"
 _KNOWN_KEYWORDS = "docs/protocol.md lists the supported keywords"
 
@@ -101,9 +105,9 @@ class GrammarCompiler:
             found = self._compiled.get(source)
             if found is not None:
                 self._compiled.move_to_end(source)
-        if found is None:
+        # All copies of a matcher share its lexer. An answer that exceeds the lexer's limits breaks it for later ones.
+        if found is None or _first_mask_error(found):
             found = self._compile(source, schema)
-            _check_satisfiable(found)
             with self._lock:
                 self._compiled[source] = found
                 while len(self._compiled) > _MAX_CACHED:
@@ -111,10 +115,14 @@ class GrammarCompiler:
         return GrammarState(found.deep_copy(), self._threads)
 
     def _compile(self, source: str, schema: Any) -> LLMatcher:
-        limits, tokenizer = LLParserLimits(verbose_errors=False), self._llguidance_tokenizer()
+        tokenizer = self._llguidance_tokenizer()
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_MAX_LEXER_FUEL)
         matcher = _on_large_stack(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits))
         if matcher.is_error():
             raise _refused(matcher.get_error(), schema)
+        # The first mask may exceed a limit without an error, and leave a broken lexer.
+        if why := _first_mask_error(matcher) or _first_mask_error(matcher):
+            raise _without_first_token(why)
         return matcher
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
@@ -153,17 +161,20 @@ def _on_large_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
         return made.result()
 
 
-def _check_satisfiable(matcher: LLMatcher) -> None:
-    """Raise InvalidRequest for a grammar that matches no text.
-
-    An example is a schema that refers only to itself. llguidance detects this when it computes the first mask, so this
-    function computes the first mask.
-    """
+def _first_mask_error(matcher: LLMatcher) -> str:
+    """Compute a first mask, and return the matcher's message; empty if the grammar has a first token."""
     tried = matcher.deep_copy()
     tried.compute_bitmask()
-    if tried.is_error():
-        log.debug("a grammar has no first token", reason=tried.stop_reason())
-        raise _refused("no text begins as it says, for example because a schema or rule refers only to itself")
+    error: str = tried.get_error()
+    return error
+
+
+def _without_first_token(why: str) -> InvalidRequest:
+    """Build the error of a grammar without a first token: too complex, or a schema that refers only to itself."""
+    log.debug("a grammar has no first token", reason=why)
+    if found := _TOO_COMPLEX.search(why):
+        return _refused(f"it is too complex: {found[1]}; send a simpler one")
+    return _refused("no text begins as it says, for example because a schema or rule refers only to itself")
 
 
 def _refused(why: str, schema: Any = None) -> InvalidRequest:

@@ -93,6 +93,7 @@ class JsonCallParser(CharReader):
             if character == ",":
                 continue
             if character != '"':
+                self._push(character or "")  # it may begin a marker, after an object without end
                 raise NotACall
             key = yield from self._string()
             if (yield from self._next_nonspace()) != ":" or (alone and first and key not in self._first_keys):

@@ -87,6 +87,11 @@ def is_plain_text(kinds: frozenset[str]) -> bool:
     return kinds <= {"string"}
 
 
+def is_text_or_null(kinds: frozenset[str]) -> bool:
+    """True if values of these types are plain text, or null."""
+    return kinds <= {"string", "null"}
+
+
 def value_to_json(text: str, kinds: frozenset[str]) -> str:
     """Convert a text between tags to JSON of one of these types. If no type fits, the JSON is a string."""
     word, bare = text.strip().lower(), text.strip()
@@ -94,7 +99,7 @@ def value_to_json(text: str, kinds: frozenset[str]) -> str:
         return "null"
     if "boolean" in kinds and word in ("true", "false"):
         return word
-    if kinds - {"null"} != {"string"} and not is_plain_text(kinds):
+    if not is_text_or_null(kinds):
         try:
             value = _read(bare)
         except (ValueError, RecursionError):

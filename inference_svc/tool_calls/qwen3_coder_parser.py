@@ -17,6 +17,7 @@ from inference_svc.tool_calls.qwen3_coder_arguments import (
     JsonStringTracker,
     is_json,
     is_plain_text,
+    is_text_or_null,
     json_types,
     value_to_json,
 )
@@ -90,21 +91,21 @@ class Qwen3CoderParser(JsonCallParser):
                 raise NotACall
             put('"')
         else:
-            value, end = yield from self._json_between()
+            value, end = yield from self._json_between(is_text_or_null(kinds))
             put(value_to_json(value, kinds))
         if PARAMETER_END not in end:
             self._push(end)
 
-    def _json_between(self) -> Parse[tuple[str, str]]:
+    def _json_between(self, plain: bool) -> Parse[tuple[str, str]]:
         """Parse a JSON value between tags, and return it with the text that ends it.
 
-        A tag inside a JSON string is part of the string. If the value is not valid JSON, the first tag ends the value.
-        Raises NotACall.
+        A tag inside a JSON string is part of the string. If the value is not valid JSON, or ``plain`` text, the first
+        tag ends the value. Raises NotACall.
         """
         found, strings = list[str](), JsonStringTracker()
         early: tuple[int, str] | None = None
         while end := (yield from self._text_before(*VALUE_ENDS, say=found.append)):
-            if self._mangled or not strings.inside_after(found):
+            if plain or self._mangled or not strings.inside_after(found):
                 break
             early = early or (len("".join(found)), end)
             found.append(end)

@@ -135,6 +135,8 @@ class ResponseWriter:
             events += self._say(part.text, found)
         for delta in part.tool_calls:
             events += self._call(delta)
+        if self._open is not None and self._open["type"] != "message":
+            self._logprobs = []  # of reasoning, of a call, or of markers around them
         if part.finish_reason:
             self._report_miss(part)
             events += self._end(part)

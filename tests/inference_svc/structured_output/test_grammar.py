@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kvsidecar.errors import GenerationFailed, InvalidRequest
+from kvsidecar.errors import GenerationFailed, GrammarFailed, InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
@@ -23,6 +25,7 @@ from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest
 from inference_svc.sequence.sequence import FinishReason, Sequence
+from inference_svc.structured_output import grammar_compiler
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_exactness import prompt
@@ -30,6 +33,9 @@ from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
+# A first token exists, but finding it exceeds the matcher's limits.
+DIFFERENCE = "start: T\nT: /(?s:.*)/ & ~/(?s:.*)(foo|bar.{0,20}baz)(?s:.*)/"
+TOO_COMPLEX = "too complex: too many expressions constructed; send a simpler one$"
 DIGITS = pb.Grammar(regex="([a-f0-9]{4} ){12,16}end")
 
 
@@ -110,6 +116,17 @@ def test_masks_touch_no_other_row() -> None:
     assert all(TOKENIZER.decode([token]).isdigit() for token, _ in steered.top)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_allowed_tokens_that_the_grammar_excludes_are_a_fault_of_the_request(temperature: float) -> None:
+    logits = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    letters = frozenset(TOKENIZER("ab", add_special_tokens=False)["input_ids"])
+    params = SamplingParams(temperature=temperature, allowed_tokens=letters)
+    (found,) = sample(logits, [SamplingState(params, grammar=GRAMMARS.compile(pb.Grammar(regex="[0-9]{3}")))])
+    assert isinstance(found, GrammarFailed)
+    assert found.param == "allowed_token_ids"
+    assert "allowed_token_ids has no token that the grammar allows" in str(found)
+
+
 def test_a_mask_is_there_when_it_is_asked_for_and_computed_once() -> None:
     """On its own thread, while whoever asked does something else."""
     began, go_on = threading.Event(), threading.Event()
@@ -176,6 +193,25 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
     assert not np.array_equal(one.mask(), before)
 
 
+def test_a_grammar_whose_matcher_failed_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share their lexer, which fails in all copies when one copy exceeds a limit."""
+    monkeypatch.setattr(grammar_compiler, "LLParserLimits", partial(LLParserLimits, max_lexer_states=2000))
+    grammars, grammar = GrammarCompiler(TOKENIZER, 4096, END), pb.Grammar(regex="(.*a.{40}){9}")
+    letters = TOKENIZER("ab", add_special_tokens=False)["input_ids"]
+
+    chance = random.Random(0)
+
+    def answers() -> None:
+        for _ in range(100):
+            state = grammars.compile(grammar)
+            for _ in range(60):
+                state.accept(chance.choice(letters))
+
+    with pytest.raises(GrammarFailed):
+        answers()
+    assert grammars.compile(grammar).mask().any()
+
+
 @pytest.mark.parametrize(
     ("grammar", "said"),
     [
@@ -193,6 +229,8 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
         (pb.Grammar(json_schema='{"type": {"type": "null"}}'), "the keyword 'type' must be a string or array"),
         (pb.Grammar(json_schema=json.dumps({"enum": ["x" * MAX_GRAMMAR_BYTES]})), "at most 65536 are allowed"),
         (pb.Grammar(regex="a(?=b)"), "look-around"),
+        (pb.Grammar(regex="a{1000}{1000}"), TOO_COMPLEX),
+        (pb.Grammar(grammar=DIFFERENCE), TOO_COMPLEX),
         (pb.Grammar(choice=pb.Choices(texts=["a", ""])), "none that is empty"),
         (pb.Grammar(choice=pb.Choices(texts=["a"] * 2000)), "at most 1024"),
         (pb.Grammar(regex="a", json_whitespace=" "), "json_whitespace is for a json_schema"),

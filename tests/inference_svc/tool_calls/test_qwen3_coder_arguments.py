@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -87,6 +88,22 @@ def test_what_may_be_written_is_read_as_it_was_written(key: str, value: str, end
         json.loads(value) if key == "list" else f"{value}{end}".removesuffix("\n</parameter>")[: len(value)]
     )
     assert not "".join(d.text for d in deltas)
+
+
+@pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}])
+@pytest.mark.parametrize("value", ['"quoted', '[a "b', '{"x', '"', '"x"', "null"])
+def test_a_string_or_null_ends_at_its_tag_whatever_quotes_it_has(schema: Any, value: str) -> None:
+    made = chat_template_for("qwen3_coder")
+    parameters = {"type": "object", "properties": {"q": schema, "n": {"type": "integer"}}, "required": ["q", "n"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    request = to_request(HISTORY[:1], tools=tools)
+    steering, parser = made.grammar_state(request), made.parser(request)
+    assert steering is not None
+    assert parser is not None
+    call = f"<function=f>\n<parameter=q>\n{value}\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>"
+    deltas = parser.feed(decoded(made, spell(made, steering, call)))
+    wanted = {"q": None if value == "null" else value, "n": 3}
+    assert json.loads("".join(d.arguments for d in deltas)) == wanted
 
 
 def test_strings_between_tags_are_as_their_schema_has_them() -> None:

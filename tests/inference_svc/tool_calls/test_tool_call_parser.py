@@ -118,6 +118,8 @@ WRITTEN: list[tuple[str, str, Read]] = [
      ("", [("f", f'{{"n": {"9" * 5000}}}')])),
     ("hermes", '<tool_call>{"name": "f"} and then', (" and then", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "f"}}\n</tool_c', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}\n</tool_call> ok', (" ok", [("f", '{"x": 1}')])),
+    ("hermes", '<tool_call>{"name": "f"<tool_call>{"name": "g"}</tool_call>', ("", [("f", ""), ("g", "{}")])),
     ("hermes", '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}\n', ("", [("f", "{}"), ("g", "{}")])),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>, <tool_call>{"name": "g"}', (",", [("f", "{}"), ("g", "{}")])),
     ("llama3_json", '{"name": "f", "parameters": {}}; no more', ("; no more", [("f", "{}")])),
