@@ -6,11 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
 from typing import Any, cast
 
 import pytest
 import torch
 from kvsidecar import keys
+from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
@@ -23,6 +26,7 @@ from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
 from inference_svc.server.idle_verification import IdleVerification
@@ -138,3 +142,27 @@ def test_a_verdict_is_stored_once_the_daemon_answers_again() -> None:
 def test_a_verdict_that_the_daemon_refuses_is_not_sent_again(node: Node) -> None:
     with connected(node, "refused", 64) as (connector, _):
         assert connector.store_verdict(cache_pb2.ReuseVerdict(passed=True, strategy="guided", ratio=2.0))
+
+
+@pytest.mark.parametrize("other", [b"one tenant", b"another tenant"])
+def test_a_load_waits_for_saves_of_its_tenant_only(node: Node, monkeypatch: pytest.MonkeyPatch, other: bytes) -> None:
+    """Chat templates give the prompts of all tenants the same first tokens."""
+    saving, go_on, template, pool = Event(), Event(), prompt(3, HEAD_TOKENS), random_pool(512)
+    stored, loaded = computed(pool, template + prompt(4, 100), 100), computed(pool, template + prompt(5, 100), 0)
+    for sequence, salt in ((stored, b"one tenant"), (loaded, other)):
+        sequence.request = replace(sequence.request, cache=CacheParams(tenant_salt=salt))
+    with connected(node, "tenants", 64) as (connector, _):
+        save = connector._saver.save
+
+        def blocked(*given: Any) -> StoredPrefix:
+            saving.set()
+            go_on.wait(30)
+            return save(*given)
+
+        monkeypatch.setattr(connector._saver, "save", blocked)
+        assert connector.save(stored, pool, lambda *_: None)
+        try:
+            assert saving.wait(30)
+            assert connector.load(loaded, pool, lambda *_: None) == (other == b"one tenant")
+        finally:
+            go_on.set()
