@@ -277,8 +277,8 @@ class ChunkLoader:
             if end > max(start, sequence.kv.num_computed) and (whole or pool.wide_layers):
                 slots = torch.from_numpy(use.table.slots(start, end))
                 # Do not overwrite tokens that are in the pool already: other sequences may read them.
-                slots[: max(0, sequence.kv.num_computed - start)] = pool.padding_slot
-                slots[slots == UNMAPPED] = pool.padding_slot
+                slots[: max(0, sequence.kv.num_computed - start)] = pool.discard_slot
+                slots[slots == UNMAPPED] = pool.discard_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
         return out
 
@@ -344,7 +344,7 @@ class ChunkLoader:
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
             slots = torch.from_numpy(sequence.kv.table.slots(found.start, end))
-            slots[: start - found.start] = pool.padding_slot
+            slots[: start - found.start] = pool.discard_slot
             delta = found.start - match.start_position
             assert self._policy.key_rotation is not None
             rotation = self._policy.key_rotation.by(delta) if delta else None

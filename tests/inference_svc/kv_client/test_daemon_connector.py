@@ -23,9 +23,12 @@ from kvsidecar.net.channel import ServiceAddress
 from benchmarks.node import Node
 from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
+from inference_svc.kv_client import chunk_saver
 from inference_svc.kv_client.daemon_connector import DaemonConnector
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.model_runner.forward_batch import SequenceSlice, build_batch
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
@@ -113,6 +116,38 @@ def test_loading_leaves_what_is_in_the_pool(node: Node) -> None:
         after = here.keys[:, :, target]
         assert torch.equal(after[:, :, :shared], before[:, :, :shared])
         assert torch.equal(after[:, :, shared:], there.keys[:, :, source][:, :, shared:])
+
+
+def test_a_corrupt_chunk_leaves_the_slots_finite_that_attention_reads(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk's first tokens are in the pool already. Torch's attention reads behind the pool's last block."""
+    ids, there, pack = prompt(6, 200), random_pool(256), chunk_saver.pack_chunk
+
+    def spoil(keys: Any, values: Any, slots: Any, header: Any, payload: memoryview) -> None:
+        pack(keys, values, slots, header, payload)
+        payload[:] = b"\xff" * len(payload)
+
+    monkeypatch.setattr(chunk_saver, "pack_chunk", spoil)
+    with connected(node, "corrupt", 64) as (connector, _):
+        assert store(connector, computed(there, ids, len(ids)), there) is not None
+        here, done = random_pool(256), Future[LoadResult]()
+        second = computed(here, ids, 20)
+        while not connector.load(second, here, lambda _, result: done.set_result(result)):
+            time.sleep(0.02)
+        assert done.result(30).tokens == 199
+        assert here.keys[:, :, slots_of(second)[20:]].isnan().all()
+        end = max(
+            segment.first_slot + segment.padded
+            for first in range(here.pages)
+            for keys_seen in range(1, here.padding_slot - first * PAGE_TOKENS + 1)
+            for one in [SequenceSlice([5], keys_seen - 1, BlockTable([(first, here.pages - first)]), True)]
+            for segment in build_batch([one], here, here.keys.device).segments
+            if segment.first_slot is not None
+        )
+        assert end > here.padding_slot
+        assert here.keys[:, :, here.padding_slot : end].isfinite().all()
+        assert here.values[:, :, here.padding_slot : end].isfinite().all()
 
 
 def test_a_verdict_is_stored_once_the_daemon_answers_again() -> None:
