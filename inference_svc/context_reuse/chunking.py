@@ -33,6 +33,8 @@ _HASH_WINDOW = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 # There is no cut between two paragraphs that are both shorter than this, so that the lines of a list stay together.
 _MIN_PARAGRAPH = 24
+# The same for separators. Shorter chunks are never reused at another position.
+_MIN_DOCUMENT = 8
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,19 @@ def new_chunker(
     return ContentDefinedChunker(tuple(separator), structure or TextStructure(), inside)
 
 
+def separator_cuts(starts: Sequence[int], tokens: int) -> list[int]:
+    """Return the starts of separators that are cuts: those with a long part before or after them.
+
+    ``starts`` are all separators of a prompt of ``tokens`` tokens.
+    """
+    around = zip([0, *starts], starts, [*starts[1:], tokens], strict=False)
+    return [at for before, at, after in around if max(at - before, after - at) >= _MIN_DOCUMENT]
+
+
 def _marked_cuts(tokens: Sequence[int], marks: DocumentMarks, separator: tuple[int, ...]) -> set[int]:
-    """Return the ends of marked segments, and the starts of separators. A separator in ``marks`` replaces the other."""
+    """Return the ends of marked segments, and the cuts at separators. A separator in ``marks`` replaces the other."""
     ends = {end for end in marks.segment_ends if end <= len(tokens)}
-    return ends | set(_occurrences(tokens, marks.separator or separator))
+    return ends | set(separator_cuts(_occurrences(tokens, marks.separator or separator), len(tokens)))
 
 
 def _fixed_ends(size: int, start: int, end: int) -> list[int]:

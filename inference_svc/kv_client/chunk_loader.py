@@ -14,7 +14,7 @@ import grpc
 import torch
 from kvkernels import ChunkPlacement, LoadedLayers
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS
+from kvsidecar.chunk_layout import MAX_CUTS, MAX_PROBES, SINK_TOKENS
 from kvsidecar.kv_transfer.prefix_lookup import header_of
 from kvsidecar.kv_transfer.session import CompletedLoad, Session
 from torch import Tensor
@@ -113,7 +113,9 @@ class ChunkLoader:
         Several threads may call it at once.
         """
         began, sequence = time.perf_counter(), load.sequence
-        contents = self._content_probes(session, root, sequence, sequence.tokens)
+        probes = self._content_probes(session, root, sequence, sequence.tokens)
+        longest = sorted(probes, key=lambda probe: -probe.tokens)[:MAX_PROBES]
+        contents = sorted(longest, key=lambda probe: probe.start)
         if not contents and self.skips_lookup(session, root, sequence):
             return None
         cuts, cache = self._chunk_ends(session, sequence), sequence.request.cache
@@ -260,10 +262,8 @@ class ChunkLoader:
             tokens += match.matched_tokens
         assert sequence.kv.table is not None
         # The last token is always computed, because the sampler needs its logits.
-        found, save_from = (
-            min(tokens, len(sequence.tokens) - 1),
-            stored.tokens if sequence.request.cache.write else None,
-        )
+        found = min(tokens, len(sequence.tokens) - 1)
+        save_from = stored.tokens if sequence.request.cache.write else None
         return plan_window(pool, sequence.kv.table, sequence.kv.num_computed, found, save_from, passed)
 
     @staticmethod
@@ -277,8 +277,8 @@ class ChunkLoader:
             if end > max(start, sequence.kv.num_computed) and (whole or pool.wide_layers):
                 slots = torch.from_numpy(use.table.slots(start, end))
                 # Do not overwrite tokens that are in the pool already: other sequences may read them.
-                slots[: max(0, sequence.kv.num_computed - start)] = pool.padding_slot
-                slots[slots == UNMAPPED] = pool.padding_slot
+                slots[: max(0, sequence.kv.num_computed - start)] = pool.discard_slot
+                slots[slots == UNMAPPED] = pool.discard_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
         return out
 
@@ -304,7 +304,8 @@ class ChunkLoader:
 
         Includes prefix matches and content matches. Raises grpc.RpcError.
         """
-        contents = self._content_probes(session, root, sequence, tokens)
+        probes = self._content_probes(session, root, sequence, tokens)
+        contents = [probe for probe in probes if probe.start <= position < probe.start + probe.tokens]
         salt = sequence.request.cache.tenant_salt
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         answer = session.match(request, self._match_timeout(session, len(tokens)))
@@ -343,7 +344,7 @@ class ChunkLoader:
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
             slots = torch.from_numpy(sequence.kv.table.slots(found.start, end))
-            slots[: start - found.start] = pool.padding_slot
+            slots[: start - found.start] = pool.discard_slot
             delta = found.start - match.start_position
             assert self._policy.key_rotation is not None
             rotation = self._policy.key_rotation.by(delta) if delta else None

@@ -5,8 +5,8 @@ here fails a request: the connector counts and logs the failure, and the engine 
 
 - A small pool of threads looks up prompts, because a Match may wait for a disk or the remote tier.
 - One thread copies found chunks, in order of arrival.
-- One thread saves, and pauses while copies run. A load waits for saves of sequences with the same first tokens, so that
-  the next turn of a conversation finds the previous turn. Such a save is urgent and does not pause.
+- One thread saves, and pauses while copies run. A load waits for saves of sequences with its tenant, adapter and first
+  tokens, so that the next turn of a conversation finds the previous turn. Such a save is urgent and does not pause.
 - Another thread sends chunks to a daemon on another host. No load waits for it; it drops saves if the network is slow.
 """
 
@@ -183,7 +183,7 @@ class DaemonConnector:
             self._epoch = session.epoch
             self._cost_model.reset_loads()
         # The Bloom filter does not yet contain the chunks of pending saves.
-        saves = [job for job in self._saves.jobs if _share_head(sequence.tokens, job.sequence.tokens)]
+        saves = [job for job in self._saves.jobs if _share_head(sequence, job.sequence)]
         asked = self._loader.allows_relocation(session, sequence) or bool(saves)
         if not asked and self._loader.skips_lookup(session, root, sequence):
             self._explain_later(sequence)
@@ -392,7 +392,7 @@ class DaemonConnector:
             )
 
 
-def _share_head(a: list[int], b: list[int]) -> bool:
-    """True if two prompts share their first tokens: the tokens whose hash the Bloom filter contains."""
-    head = min(HEAD_TOKENS, len(a), len(b))
-    return a[:head] == b[:head]
+def _share_head(a: Sequence, b: Sequence) -> bool:
+    """True if two sequences share their scope and first tokens: those whose hash the Bloom filter contains."""
+    head = min(HEAD_TOKENS, len(a.tokens), len(b.tokens))
+    return a.cache_scope == b.cache_scope and a.tokens[:head] == b.tokens[:head]

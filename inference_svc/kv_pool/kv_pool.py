@@ -79,6 +79,8 @@ class KVPool(BlockAllocator):
         self.native: DeviceAttention | None = None
         self.padding_slot = self.pages * PAGE_TOKENS
         end = self.padding_slot + KEY_BLOCK
+        # Slot for loaded tokens that no sequence needs. They may be NaN: padded keys end before this slot.
+        self.discard_slot = end - 1
         shape = (layers, kv_heads, end, head_dim)
         if overflow is not None:
             self.keys, self.values = overflow.keys, overflow.values

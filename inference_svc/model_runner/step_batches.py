@@ -73,6 +73,7 @@ def _advance(batch: ForwardBatch, slices: list[SequenceSlice]) -> None:
         segment.start += 1
         segment.keys += 1
         segment.padded = pad_keys(segment.keys)
+        segment.slots = None
         segment.masks.clear()
         if segment.start % PAGE_TOKENS == 0:
             batch.attention = None

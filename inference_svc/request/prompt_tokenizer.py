@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.chat_template.template_messages import prompt_texts
-from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.context_reuse.chunking import DocumentMarks, separator_cuts
 from inference_svc.context_reuse.text_structure import special_tokens
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request.sampled_calls import SampledCalls
@@ -204,7 +204,7 @@ class PromptTokenizer:
         for other in others:
             ends.append(len(ids))
             ids += self.ids(separator + other, False)
-        return ids, DocumentMarks(segment_ends=tuple(end for end in ends if end))
+        return ids, DocumentMarks(segment_ends=tuple(end for end in separator_cuts(ends, len(ids)) if end))
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text; with ``special``, also the special tokens that the tokenizer adds."""

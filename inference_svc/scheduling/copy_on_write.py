@@ -103,6 +103,7 @@ class CopyOnWrite:
 
     def copy_across(self, table: BlockTable, sequence: Sequence, source: PrefixSource) -> None:
         """Copies a prefix between the pool and its overflow."""
+        table.first_valid_token = source.table.first_valid_token
         self._pool.copy_in_pieces(source.table, table, source.tokens)
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)

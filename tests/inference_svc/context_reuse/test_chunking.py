@@ -111,6 +111,17 @@ def test_marks_and_separators_are_cuts(strategy: str) -> None:
     assert [len(x) for x in chunks(chunker, [*a, 7, *c], DocumentMarks(separator=(7,)))] == [40, 51]
 
 
+@pytest.mark.parametrize("strategy", ["document", "content_defined"])
+def test_a_separator_between_two_short_parts_is_no_cut(strategy: str) -> None:
+    """With a space as the separator, almost every word was a chunk."""
+    chunker, marks = new_chunker(strategy, 128), DocumentMarks(separator=(9,))  # type: ignore[arg-type]
+    line = [token for word in words(1, 300) for token in (word + 10, 9)]
+    assert len(chunks(chunker, line, marks)) <= len(chunks(chunker, line)) + 1
+    a, b, c = ([t + 10 for t in words(seed, n)] for seed, n in ((1, 40), (2, 3), (3, 50)))
+    assert [len(x) for x in chunks(chunker, [*a, 9, *b, 9, *c], marks)] == [40, 4, 51], "long documents are found"
+    assert [len(x) for x in chunks(chunker, a, DocumentMarks(segment_ends=(3, 5, 40)))] == [3, 2, 35]
+
+
 def test_the_end_of_a_prompt_is_no_cut_of_a_conversation() -> None:
     turn, more = words(1, 300), words(2, 40)
     assert DEFAULT.ends(turn + more, DocumentMarks(prompt_end=300)) == DEFAULT.ends(turn + more)

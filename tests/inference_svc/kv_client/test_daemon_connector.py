@@ -6,11 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
 from typing import Any, cast
 
 import pytest
 import torch
 from kvsidecar import keys
+from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
@@ -20,9 +23,13 @@ from kvsidecar.net.channel import ServiceAddress
 from benchmarks.node import Node
 from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
+from inference_svc.kv_client import chunk_saver
 from inference_svc.kv_client.daemon_connector import DaemonConnector
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.model_runner.forward_batch import SequenceSlice, build_batch
+from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
 from inference_svc.server.idle_verification import IdleVerification
@@ -111,6 +118,38 @@ def test_loading_leaves_what_is_in_the_pool(node: Node) -> None:
         assert torch.equal(after[:, :, shared:], there.keys[:, :, source][:, :, shared:])
 
 
+def test_a_corrupt_chunk_leaves_the_slots_finite_that_attention_reads(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk's first tokens are in the pool already. Torch's attention reads behind the pool's last block."""
+    ids, there, pack = prompt(6, 200), random_pool(256), chunk_saver.pack_chunk
+
+    def spoil(keys: Any, values: Any, slots: Any, header: Any, payload: memoryview) -> None:
+        pack(keys, values, slots, header, payload)
+        payload[:] = b"\xff" * len(payload)
+
+    monkeypatch.setattr(chunk_saver, "pack_chunk", spoil)
+    with connected(node, "corrupt", 64) as (connector, _):
+        assert store(connector, computed(there, ids, len(ids)), there) is not None
+        here, done = random_pool(256), Future[LoadResult]()
+        second = computed(here, ids, 20)
+        while not connector.load(second, here, lambda _, result: done.set_result(result)):
+            time.sleep(0.02)
+        assert done.result(30).tokens == 199
+        assert here.keys[:, :, slots_of(second)[20:]].isnan().all()
+        end = max(
+            segment.first_slot + segment.padded
+            for first in range(here.pages)
+            for keys_seen in range(1, here.padding_slot - first * PAGE_TOKENS + 1)
+            for one in [SequenceSlice([5], keys_seen - 1, BlockTable([(first, here.pages - first)]), True)]
+            for segment in build_batch([one], here, here.keys.device).segments
+            if segment.first_slot is not None
+        )
+        assert end > here.padding_slot
+        assert here.keys[:, :, here.padding_slot : end].isfinite().all()
+        assert here.values[:, :, here.padding_slot : end].isfinite().all()
+
+
 def test_a_verdict_is_stored_once_the_daemon_answers_again() -> None:
     """It was dropped if the daemon did not answer at the end of the verification, which takes minutes."""
     verdict, unused = cache_pb2.ReuseVerdict(passed=True, strategy="guided", ratio=0.15), cast(Any, None)
@@ -138,3 +177,27 @@ def test_a_verdict_is_stored_once_the_daemon_answers_again() -> None:
 def test_a_verdict_that_the_daemon_refuses_is_not_sent_again(node: Node) -> None:
     with connected(node, "refused", 64) as (connector, _):
         assert connector.store_verdict(cache_pb2.ReuseVerdict(passed=True, strategy="guided", ratio=2.0))
+
+
+@pytest.mark.parametrize("other", [b"one tenant", b"another tenant"])
+def test_a_load_waits_for_saves_of_its_tenant_only(node: Node, monkeypatch: pytest.MonkeyPatch, other: bytes) -> None:
+    """Chat templates give the prompts of all tenants the same first tokens."""
+    saving, go_on, template, pool = Event(), Event(), prompt(3, HEAD_TOKENS), random_pool(512)
+    stored, loaded = computed(pool, template + prompt(4, 100), 100), computed(pool, template + prompt(5, 100), 0)
+    for sequence, salt in ((stored, b"one tenant"), (loaded, other)):
+        sequence.request = replace(sequence.request, cache=CacheParams(tenant_salt=salt))
+    with connected(node, "tenants", 64) as (connector, _):
+        save = connector._saver.save
+
+        def blocked(*given: Any) -> StoredPrefix:
+            saving.set()
+            go_on.wait(30)
+            return save(*given)
+
+        monkeypatch.setattr(connector._saver, "save", blocked)
+        assert connector.save(stored, pool, lambda *_: None)
+        try:
+            assert saving.wait(30)
+            assert connector.load(loaded, pool, lambda *_: None) == (other == b"one tenant")
+        finally:
+            go_on.set()

@@ -246,7 +246,7 @@ def test_whoever_guesses_finds_room_on_disk(tmp_path: Path, monkeypatch: pytest.
 def test_by_torchs_attention_too(tmp_path: Path, answers: Windowed) -> None:
     """Where our kernel cannot run, and the next turn's pages lie in several pieces."""
     engine = small(tmp_path)
-    engine.engine.pool.__dict__["read_by_pages"] = False
+    engine.engine.pool.attends_by_pages = False
     ids = prompt(280, 900)
     got, _ = engine.answer(ids, 20)
     more = ids + got + prompt(281, 40)

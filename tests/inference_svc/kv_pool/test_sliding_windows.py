@@ -175,7 +175,7 @@ def test_while_parts_are_stored_nobody_is_preempted(answers: Windowed) -> None:
 def test_what_is_let_go_of_is_finite(answers: Windowed) -> None:
     """Whoever gets the pages may read them, where torch attends over what lies behind a sequence's end."""
     engine, bad, good = windowed(tokens=1024), prompt(29, 900), prompt(26, 300)
-    engine.engine.pool.__dict__["read_by_pages"] = False
+    engine.engine.pool.attends_by_pages = False
     bad[100] = 0 if 0 not in good else next(i for i in range(500) if i not in good)
     engine.engine.decoder._embed.weight[bad[100]] = float("nan")
     failing = engine.request(bad, 1)
@@ -191,7 +191,7 @@ def test_by_torchs_attention_too() -> None:
     found = []
     for keep_all in (True, False):
         engine = windowed("Phi3ForCausalLM", keep_all=keep_all)
-        engine.engine.pool.__dict__["read_by_pages"] = False
+        engine.engine.pool.attends_by_pages = False
         ids = prompt(30, 900)
         first, _ = engine.answer(ids, 150)
         second, cached = engine.answer(ids + first + prompt(31, 40), 150)

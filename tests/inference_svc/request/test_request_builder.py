@@ -131,3 +131,17 @@ def test_a_stop_string_that_is_too_long_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="stop has a string of 5000 characters; at most 1024") as caught:
         stop_strings(GenerateRequest(stop=["b", "a" * 5000]))
     assert caught.value.param == "stop"
+
+
+def test_a_separator_in_a_text_is_no_cut_between_two_short_parts() -> None:
+    """With a space as the separator, almost every word was a chunk."""
+    prompter = RequestBuilder(load("demo"), 1000)
+
+    def ends(text: str) -> list[int]:
+        asked = to_request(text, max_tokens=1, document_separator="#")
+        found = prompter.build(asked, lambda _: None, 0.0)
+        return [*found.request.cache.marks.segment_ends, len(found.tokens)]
+
+    long = "the quick brown fox jumps over the lazy dog " * 3
+    assert len(ends("a#b#" * 50)) == 1
+    assert len(ends(f"{long}#b#{long}")) == 3

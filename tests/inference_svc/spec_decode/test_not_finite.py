@@ -49,7 +49,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     loaded = poisoned()
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, loaded.dtype, loaded.device)
     if request.param != "ours":
-        pool.__dict__["read_by_pages"] = False
+        pool.attends_by_pages = False
     found = Engine(loaded, pool, NullKVConnector(), EngineLimits(num_speculative_branches=3))
     yield found
     idle(found)
