@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from inference_svc.context_reuse.question import BUILT_IN, Question, read_questions
 from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
-from inference_svc.context_reuse.verifier import BUILT_IN, Question, read_questions
 from inference_svc.models.loader import load, quiet_transformers
 
 BITS = (16, 8, 4)

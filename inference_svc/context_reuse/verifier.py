@@ -9,18 +9,17 @@ fail; workers with ``reuse_anywhere`` use only a selector that passed.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import InvalidRequest
 
+from inference_svc.context_reuse.question import Question
 from inference_svc.context_reuse.selectors import (
     AUTO_SELECTORS,
     DEFAULT_RATIO,
@@ -32,8 +31,8 @@ from inference_svc.context_reuse.selectors import (
 if TYPE_CHECKING:
     # These modules import torch, which `kvsidecar verify` does only after it has parsed its flags.
     from inference_svc.context_reuse.reuse_lab import LabDocuments, LabResult, ReuseLab
+    from inference_svc.models.loader import LoadedModel
 
-BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
 _ANSWER = 16
 # The noise floor is the divergence between two full prefills; the second is computed in pieces of this many tokens.
 _NOISE_PIECE = 40
@@ -179,14 +178,6 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A prompt: documents in order, followed by a question."""
-
-    documents: tuple[str, ...]
-    question: str
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A selector to verify, and its share of the relocated tokens."""
 
@@ -206,18 +197,21 @@ def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]
     return tuple(found)
 
 
-def read_questions(path: Path) -> list[Question]:
-    """Read JSONL of ``{"documents": [...], "question": "..."}``. Raises InvalidRequest with the line number."""
-    out = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip().split("\n"), 1):
-        try:
-            given = json.loads(line)
-            out.append(Question(tuple(given["documents"]), given["question"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+def longest_prompt(loaded: LoadedModel, questions: Sequence[Question]) -> int:
+    """Count the tokens of the longest prompt with its answer. Raises InvalidRequest beyond the context length."""
+    tokenizer, longest = loaded.tokenizer, 0
+    head = len(tokenizer("", add_special_tokens=True)["input_ids"]) or 1
+    for number, question in enumerate(questions, 1):
+        texts = [document + "\n\n" for document in question.documents]
+        sizes = [len(ids) for ids in tokenizer([*texts, question.question], add_special_tokens=False)["input_ids"]]
+        tokens = head + sum(sizes[:-1]) + max(sizes[-1] + _ANSWER, _QUOTED)
+        if tokens > loaded.context_length:
             raise InvalidRequest(
-                f'line {number} of {path} is not {{"documents": [...], "question": "..."}}: {error}'
-            ) from error
-    return out
+                f"prompt {number} has {tokens} tokens with its answer; the model's context length is "
+                f"{loaded.context_length}"
+            )
+        longest = max(longest, tokens)
+    return longest
 
 
 class Verifier:
@@ -297,7 +291,8 @@ class Verifier:
         parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
         read = lab.documents(head, parts)
         asked, order = _Tail(read, self._asked(question)), shuffled_order(len(parts), rng)
-        quoted = _Tail(read, _quote(parts, rng), _JUDGED)
+        quote = _quote(parts, rng)
+        quoted = _Tail(read, quote, min(_JUDGED, len(quote)))
         longest = max(len(asked.tokens) + _ANSWER, len(quoted.tokens)) - len(read.tokens)
         with read.prefill_once(self._bits, longest) as once:
             stored = once.stored()

@@ -13,8 +13,9 @@ import torch
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import KVSidecarError, Unavailable
 
+from inference_svc.context_reuse.question import BUILT_IN, read_questions
 from inference_svc.context_reuse.reuse_lab import ReuseLab
-from inference_svc.context_reuse.verifier import BUILT_IN, Verifier, candidates, read_questions
+from inference_svc.context_reuse.verifier import Verifier, candidates
 from inference_svc.engine.engine import Engine
 from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.model_runner.decoder import Decoder

@@ -27,16 +27,9 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.process.interpreter import python_command
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 
+from inference_svc.context_reuse.question import BUILT_IN, Question, read_questions
 from inference_svc.context_reuse.reuse_lab import ReuseLab
-from inference_svc.context_reuse.verifier import (
-    BUILT_IN,
-    Question,
-    Report,
-    Thresholds,
-    Verifier,
-    candidates,
-    read_questions,
-)
+from inference_svc.context_reuse.verifier import Report, Thresholds, Verifier, candidates, longest_prompt
 from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.prompt_provenance import prompt_parts
@@ -241,10 +234,11 @@ class Engine:
         engine, config = self._runtime.engine, self._runtime.config
         if engine.loaded.shard is not None:
             raise ModelUnsupported(f"approximate reuse cannot be verified: {why_not_movable(engine.loaded)}")
-        lab = ReuseLab(engine.loaded, decoder=engine.decoder)
+        questions = prompts or read_questions(BUILT_IN)
+        lab = ReuseLab(engine.loaded, longest_prompt(engine.loaded, questions), engine.decoder)
         verifier = Verifier(lab, config.storage_bits, thresholds)
         tried = candidates(repair or config.repair, config.repair_ratio if ratio is None else ratio)
-        report = verifier.run(prompts or read_questions(BUILT_IN), tried)
+        report = verifier.run(questions, tried)
         daemon = daemon_address(config)
         if store and daemon is not None:
             try:

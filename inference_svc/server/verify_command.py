@@ -123,8 +123,9 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
     )
     from kvsidecar.net.channel import ServiceAddress
 
+    from inference_svc.context_reuse.question import BUILT_IN, read_questions
     from inference_svc.context_reuse.reuse_lab import ReuseLab
-    from inference_svc.context_reuse.verifier import BUILT_IN, Verifier, candidates, read_questions
+    from inference_svc.context_reuse.verifier import Verifier, candidates, longest_prompt
     from inference_svc.kv_client.verdict_store import store_verdict
     from inference_svc.model_runner.numerics_probe import with_numerics_identity
     from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
@@ -139,7 +140,7 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
         weights=options.weights,
         stream=StreamingOptions("auto"),
     )
-    lab = ReuseLab(loaded)
+    lab = ReuseLab(loaded, longest_prompt(loaded, questions))
     limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
     verifier = Verifier(lab, options.bits, limits)
     with Progress(console=console, transient=True) as progress:

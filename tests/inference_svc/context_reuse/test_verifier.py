@@ -15,19 +15,17 @@ import pytest
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
+from inference_svc.context_reuse.question import BUILT_IN, Question, read_questions
 from inference_svc.context_reuse.selectors import AUTO_SELECTORS
 from inference_svc.context_reuse.verifier import (
-    BUILT_IN,
     EXACT,
     Candidate,
     Finding,
-    Question,
     Report,
     Thresholds,
     Verifier,
     _Divergence,
     failure_reason,
-    read_questions,
 )
 from inference_svc.server.python_api import Engine
 from inference_svc.server.verify_command import main
@@ -140,15 +138,45 @@ def test_a_verdict_says_on_how_many_prompts_it_stands() -> None:
     assert re.search("after 3 of them", failed.sentence)
 
 
-def test_prompts_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
+WRONG = [
+    b'{"documents": ["caf\xe9", "b"], "question": "c"}',
+    b'{"documents": "one text", "question": "c"}',
+    b'{"documents": ["a", 1], "question": "c"}',
+    b'{"documents": ["a", " "], "question": "c"}',
+    b'{"documents": ["a", "b"], "question": 5}',
+    b'["a", "b"]',
+]
+
+
+def test_prompts_that_cannot_be_measured_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Engine.from_pretrained("demo", cache=None) as engine, pytest.raises(InvalidRequest, match="two documents"):
         engine.verify_correctness([Question(("one",), "what?")])
     broken = tmp_path / "prompts.jsonl"
     broken.write_text('{"documents": ["a", "b"], "question": "c"}\n{"documents": 3}\n')
     with pytest.raises(InvalidRequest, match="line 2"):
         read_questions(broken)
+    for line in WRONG:
+        broken.write_bytes(line)
+        assert main(["demo", "--no-store", "--prompts", str(broken)]) == 2
+        said = capsys.readouterr().err
+        assert f"kvsidecar verify: line 1 of {broken} " in said
+        assert "Traceback" not in said
     broken.write_text('{"documents": ["a\u2028", "b"], "question": "c"}\n', encoding="utf-8")
     assert read_questions(broken) == [Question(("a\u2028", "b"), "c")], "a line ends at a newline alone"
+
+
+def test_short_documents_and_long_prompts_are_measured() -> None:
+    """A quote of a short document has fewer tokens than a control compares. The pool is as large as the prompts."""
+    short = Question(("Paris is in France.", "Rome is in Italy."), "Where is Rome?")
+    long = Question((" ".join(f"The number {i} is {i * 7}." for i in range(280)), "It rains."), "What is 7 times 3?")
+    with Engine.from_pretrained("demo", cache=None, repair="none") as engine:
+        lenient = Thresholds(max_kl=1e9, min_agreement=0.0)  # no arm fails before the last prompt
+        report = engine.verify_correctness([short, long], thresholds=lenient, store=False)
+        assert report.outcome == "inconclusive", "two prompts are too few"
+        assert report.findings[0].prompts == 2
+        endless = Question(("a b c d " * 4096, "x"), "y")
+        with pytest.raises(InvalidRequest, match=r"^prompt 2 has \d+ tokens with its answer; the model's context"):
+            engine.verify_correctness([short, endless], store=False)
 
 
 def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

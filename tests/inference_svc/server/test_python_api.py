@@ -21,7 +21,8 @@ from kvsidecar.errors import ConfigurationError, InvalidRequest, ModelUnsupporte
 from benchmarks.node import Node, free_port
 from benchmarks.two_hosts import TlsListener
 from inference_svc import Engine
-from inference_svc.context_reuse.verifier import BUILT_IN, Thresholds, read_questions
+from inference_svc.context_reuse.question import BUILT_IN, read_questions
+from inference_svc.context_reuse.verifier import Thresholds
 
 TEXT = "hello there, I would like to book a table for two people tonight. " * 20
 # On a busy machine, the daemon's answer may take longer than a user's request would wait for it.
