@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -130,13 +131,24 @@ def test_what_is_no_origin_is_refused(origin: str) -> None:
         GatewayConfig(allow_origins=origin)
 
 
-def test_a_grammar_that_cannot_be_followed_is_its_senders(gateway: Gateway) -> None:
-    asked = {"prompt": "x", "guided_regex": "(a{1000}){1000}", "max_tokens": 4}
-    answer = httpx.post(f"{gateway.url}/v1/completions", json=asked, timeout=60)
-    assert answer.status_code == 422, answer.text
+@pytest.mark.parametrize(
+    ("more", "status", "param", "code", "said"),
+    [
+        ({"guided_regex": "(a{1000}){1000}"}, 400, "guided_regex", "invalid_request", "it is too complex"),
+        (
+            {"guided_choice": ["yes"], "allowed_token_ids": [5]}, 422, "allowed_token_ids", "grammar_failed",
+            "has no token that the grammar allows here",
+        ),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_cannot_be_followed_is_its_senders(
+    gateway: Gateway, more: dict[str, Any], status: int, param: str, code: str, said: str
+) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": "x", "max_tokens": 4} | more, timeout=60)
+    assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert (error["param"], error["code"], error["type"]) == ("guided_regex", "grammar_failed", "invalid_request_error")
-    assert "could not be kept to" in error["message"]
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert said in error["message"]
 
 
 def test_the_place_of_a_wrong_name_is_named(gateway: Gateway) -> None:

@@ -345,8 +345,12 @@ def test_memory_is_planned_with_the_arena_that_the_daemon_will_use(
     assert planned() == (True, True)
     assert planned("--arena-bytes", "1GiB") == (False, False), "the flag overrides the variable"
     monkeypatch.setenv("KVSIDECAR_CACHE_GPU_ARENA", "1GiB")
-    assert planned() == (False, False), "the arena is in GPU memory"
+    assert planned() == (True, True), "the arena is in host memory beside a GPU arena"
+    monkeypatch.setenv("KVSIDECAR_CACHE_ARENA_BYTES", "16MiB")
+    assert planned() == (False, False), "the GPU arena takes no host memory"
     monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "2GiB")
+    assert planned() == (False, True)
+    monkeypatch.setenv("KVSIDECAR_CACHE_STAGING_BYTES", "2000MiB")
     assert planned() == (False, False)
     monkeypatch.setenv("KVSIDECAR_CACHE_INDEX_BYTES", "100MiB")
     assert planned() == (False, True)
