@@ -296,9 +296,14 @@ class Daemon:
         return self.store.remote is not None and self.store.remote._deletions.is_deleting(root)
 
     def durably_pinned(self) -> set[bytes]:
-        """Return the keys of pins that survive a restart, because the pinned chunk is durable."""
-        index, pins = self.store.tiers.index, self.store._pins._pins_of
-        return {c.key for chunk in pins if chunk.disk_state is Residency.PRESENT for c in index.path(chunk)}
+        """Return the keys of pins that survive a restart, because the pinned chunk is durable.
+
+        A pin that has moved to a longer sibling returns to the chunk that was pinned if only that one is durable.
+        """
+        index, pins = self.store.tiers.index, self.store._pins._pins_of.values()
+        named = [(pin.chunk, index.get(pin.requested_key)) for of_chunk in pins for pin in of_chunk]
+        kept = [next((c for c in pair if c is not None and c.disk_state is Residency.PRESENT), None) for pair in named]
+        return {c.key for chunk in kept if chunk is not None for c in index.path(chunk)}
 
     @property
     def durable(self) -> list[Chunk]:
