@@ -199,12 +199,10 @@ def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]
 
 def longest_prompt(loaded: LoadedModel, questions: Sequence[Question]) -> int:
     """Count the tokens of the longest prompt with its answer. Raises InvalidRequest beyond the context length."""
-    tokenizer, longest = loaded.tokenizer, 0
-    head = len(tokenizer("", add_special_tokens=True)["input_ids"]) or 1
+    longest = 0
     for number, question in enumerate(questions, 1):
-        texts = [document + "\n\n" for document in question.documents]
-        sizes = [len(ids) for ids in tokenizer([*texts, question.question], add_special_tokens=False)["input_ids"]]
-        tokens = head + sum(sizes[:-1]) + max(sizes[-1] + _ANSWER, _QUOTED)
+        head, parts, asked = _tokenize(loaded, question)
+        tokens = len(head) + sum(map(len, parts)) + max(len(asked) + _ANSWER, _QUOTED)
         if tokens > loaded.context_length:
             raise InvalidRequest(
                 f"prompt {number} has {tokens} tokens with its answer; the model's context length is "
@@ -212,6 +210,15 @@ def longest_prompt(loaded: LoadedModel, questions: Sequence[Question]) -> int:
             )
         longest = max(longest, tokens)
     return longest
+
+
+def _tokenize(loaded: LoadedModel, question: Question) -> tuple[list[int], list[list[int]], list[int]]:
+    """Return the tokens before the first document, those of each document, and those of the question."""
+    tokenizer = loaded.tokenizer
+    head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
+    texts = [*(document + "\n\n" for document in question.documents), question.question]
+    *parts, asked = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return head, parts, asked
 
 
 class Verifier:
@@ -260,11 +267,7 @@ class Verifier:
 
     def _positions(self, question: Question) -> int:
         """Number of compared predictions of a question and its answer."""
-        return len(self._asked(question)) + _ANSWER - 1
-
-    def _asked(self, question: Question) -> list[int]:
-        ids: list[int] = self._lab.loaded.tokenizer(question.question, add_special_tokens=False)["input_ids"]
-        return ids
+        return len(_tokenize(self._lab.loaded, question)[2]) + _ANSWER - 1
 
     def _undecided_arms(
         self, arms: dict[Candidate, _Divergence], none: Candidate, total: int
@@ -286,11 +289,10 @@ class Verifier:
         exact: _Divergence,
         noise: _Divergence,
     ) -> None:
-        lab, tokenizer, rng = self._lab, self._lab.loaded.tokenizer, random.Random(seed)
-        head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
-        parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
+        lab, rng = self._lab, random.Random(seed)
+        head, parts, wanted = _tokenize(lab.loaded, question)
         read = lab.documents(head, parts)
-        asked, order = _Tail(read, self._asked(question)), shuffled_order(len(parts), rng)
+        asked, order = _Tail(read, wanted), shuffled_order(len(parts), rng)
         quote = _quote(parts, rng)
         quoted = _Tail(read, quote, min(_JUDGED, len(quote)))
         longest = max(len(asked.tokens) + _ANSWER, len(quoted.tokens)) - len(read.tokens)
