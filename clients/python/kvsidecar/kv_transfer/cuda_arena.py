@@ -28,12 +28,10 @@ class CudaArena:
     def __init__(self, welcome: Welcome, device: int) -> None:
         try:
             if device_uuid(device) != welcome.gpu_arena.device_uuid:
-                raise ValueError(
-                    f"the daemon's GPU arena is on another GPU than cuda:{device}; start it with --gpu-device"
-                )
+                raise ValueError(f"it is on another GPU than cuda:{device}; start the daemon with --gpu-device")
             self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
-            raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
+            raise OSError(f"it cannot be imported: {error}") from error
         imported_memory.register_range(self._memory.address, len(self), self._memory.read)
         self._closed = False
 
