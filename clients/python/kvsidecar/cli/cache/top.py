@@ -122,14 +122,13 @@ def _reuse(stats: pb.StatsResponse, past: pb.StatsResponse | None) -> Table:
 
 def _memory(stats: pb.StatsResponse) -> Table:
     table = Table("tier", "used", "of", "chunks", "", expand=False)
+    gpu = ("GPU", stats.gpu_arena_used_bytes, stats.gpu_arena_bytes, stats.gpu_chunks)
     rows = (
         ("arena", stats.arena_used_bytes, stats.arena_bytes, stats.arena_chunks),
-        ("GPU", stats.gpu_arena_used_bytes, stats.gpu_arena_bytes, stats.gpu_chunks),
+        *([gpu] if stats.gpu_arena_bytes else []),
         ("disk", stats.durable_bytes, stats.durable_budget_bytes, stats.durable_chunks),
     )
     for name, used, size, count in rows:
-        if name == "GPU" and not size:
-            continue
         bar = ProgressBar(total=max(size, 1), completed=min(used, size), width=20)
         table.add_row(name, format_size(used), format_size(size), f"{count:,}", bar)
     return table
