@@ -63,6 +63,10 @@ class Windowed:
         self.engine.submit(request.sequence)
         return request
 
+    def request_together(self, prompts: list[list[int]], length: int) -> list[Request]:
+        """Submit between two steps, so that no request has ended before the last one runs."""
+        return self.engine.between_steps(lambda: [self.request(ids, length) for ids in prompts])
+
     def answer(self, ids: list[int], length: int = 20, **use: Any) -> tuple[list[int], int]:
         """Return an answer's tokens, and the number of cached tokens in its prompt."""
         request = self.request(ids, length, **use)

@@ -144,7 +144,7 @@ def test_windows_under_pressure_change_no_answer(daemon: Node, answers: Windowed
     want = [answers.answer(ids, 120, read=False, write=False)[0] for ids in prompts]
     for node in (None, daemon):
         engine = windowed(tokens=448, node=node)
-        requests = engine.engine.between_steps(lambda engine=engine: [engine.request(ids, 120) for ids in prompts])
+        requests = engine.request_together(prompts, 120)
         assert [r.tokens() for r in requests] == want
         idle(engine.engine)
         engine.engine.check_integrity()

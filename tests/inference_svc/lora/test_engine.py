@@ -148,7 +148,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_answer(engine: Engine,
     roomy = [ask(engine, NAMES[i % 3], prompt(i, 60), 100) for i in range(6)]
     want = [request.tokens() for request in roomy]
     small = engine_of(448, tmp_path)
-    requests = [ask(small, NAMES[i % 3], prompt(i, 60), 100, keep=True) for i in range(6)]
+    requests = small.between_steps(lambda: [ask(small, NAMES[i % 3], prompt(i, 60), 100, keep=True) for i in range(6)])
     assert [request.tokens() for request in requests] == want
     assert small.stats.preemptions > 0
     idle(small)

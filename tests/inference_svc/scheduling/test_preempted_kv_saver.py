@@ -32,7 +32,7 @@ def want() -> list[list[int]]:
 
 def test_what_was_computed_is_loaded_again(daemon: Node, want: list[list[int]]) -> None:
     engine = windowed(PLAIN, tokens=1504, node=daemon, prefix_cache_sequences=0)
-    requests = [engine.request(ids, 200) for ids in PROMPTS]
+    requests = engine.request_together(PROMPTS, 200)
     assert [r.tokens() for r in requests] == want
     idle(engine.engine)
     engine.engine.check_integrity()

@@ -19,7 +19,7 @@ from inference_svc.sequence.prompt_logprobs import MAX_SCORED_ROWS, row_budget
 from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
-from tests.inference_svc.server.test_load import Request, idle, small_engine
+from tests.inference_svc.server.test_load import Request, idle, small_engine, submit_together
 
 LONG = prompt(7, 2 * MAX_SCORED_ROWS + 60)
 
@@ -97,8 +97,7 @@ def test_it_is_the_same_in_smaller_pieces_and_where_pages_were_given_back(engine
     want = [asked(engine, ids) for ids in prompts]
     small = small_engine(448, max_num_batched_tokens=48)
     requests = [Asked(ids, 120) for ids in prompts]
-    for request in requests:
-        small.submit(request.sequence)
+    submit_together(small, requests)
     assert [request.scores() for request in requests] == want
     assert small.stats.preemptions > 0
     idle(small)

@@ -30,7 +30,7 @@ from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
-from tests.inference_svc.server.test_load import Request, idle, small_engine
+from tests.inference_svc.server.test_load import Request, idle, small_engine, submit_together
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
 # A first token exists, but finding it exceeds the matcher's limits.
@@ -66,8 +66,7 @@ def test_preempted_answers_go_on_where_their_grammar_was() -> None:
     large.stop()
     small = small_engine(400)
     requests = [Steered(ids, 150, GRAMMARS.compile(DIGITS), seed=i if i % 2 else None) for i, ids in enumerate(prompts)]
-    for request in requests:
-        small.submit(request.sequence)
+    submit_together(small, requests)
     assert [request.text() for request in requests] == want
     assert small.stats.preemptions > 0
     idle(small)
