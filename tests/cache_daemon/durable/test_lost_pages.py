@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from cache_daemon.durable.durable_tier import ReadResult, WriteGroup
+from cache_daemon.durable.durable_tier import Put, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_file import PageFile, database_of, leaf_nodes
 from cache_daemon.durable.store_scan import lenient_scan
 from tests.cache_daemon.durable.chunks import chain, chunk, key_of, opened, read, store
@@ -24,6 +24,16 @@ def lose_pages(folder: Path, *trees: bytes) -> None:
         roots[node.key] = database_of(node).root
     for tree in trees:
         write_at(data(folder), roots[tree] * 4096, b"\xff" * 4096)
+
+
+def two_transactions(folder: Path) -> tuple[list[Put], list[Put]]:
+    """Make a store, and return the chunks of its last two transactions."""
+    tier = opened(folder, strict=True)
+    first, last = chain(30, seed=1), chain(20, seed=2)
+    store(tier, *first)
+    store(tier, *last)
+    tier.close()
+    return first, last
 
 
 @pytest.mark.parametrize("tree", [b"main", b"meta"])
@@ -44,11 +54,7 @@ def test_a_damaged_page_does_not_undo_the_last_removal(tmp_path: Path, tree: byt
 
 @pytest.mark.parametrize("tree", [b"main", b"meta"])
 def test_a_damaged_page_does_not_undo_the_last_stores(tmp_path: Path, tree: bytes) -> None:
-    tier = opened(tmp_path, strict=True)
-    first, last = chain(30, seed=1), chain(20, seed=2)
-    store(tier, *first)
-    store(tier, *last)
-    tier.close()
+    first, last = two_transactions(tmp_path)
     lose_pages(tmp_path, tree)
     tier = opened(tmp_path)
     assert read(tier, *first, *last) == [ReadResult.OK] * 50
@@ -92,11 +98,7 @@ def test_each_payload_without_a_place_is_read_once(tmp_path: Path, monkeypatch: 
 
 
 def test_going_back_to_an_older_transaction_is_logged(tmp_path: Path) -> None:
-    tier = opened(tmp_path, strict=True)
-    first, last = chain(30, seed=1), chain(20, seed=2)
-    store(tier, *first)
-    store(tier, *last)
-    tier.close()
+    first, last = two_transactions(tmp_path)
     lose_pages(tmp_path, b"free", b"main")
     with capture_logs() as logs:
         tier = opened(tmp_path)
@@ -107,11 +109,7 @@ def test_going_back_to_an_older_transaction_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_meta_page_that_claims_to_be_the_newest_is_not_believed(tmp_path: Path) -> None:
-    tier = opened(tmp_path, strict=True)
-    first, last = chain(30, seed=1), chain(20, seed=2)
-    store(tier, *first)
-    store(tier, *last)
-    tier.close()
+    first, last = two_transactions(tmp_path)
     newest, older = PageFile(data(tmp_path)).metas()
     page = older.transaction % 2
     write_at(data(tmp_path), page * 4096 + 144, (newest.transaction + 1).to_bytes(8, "little"))

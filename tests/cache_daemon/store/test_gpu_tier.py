@@ -68,6 +68,14 @@ async def use(bench: Bench, ids: list[int]) -> None:
     await tier(bench).settle()
 
 
+async def match_during_copy(bench: Bench, gpu: Gpu, ids: list[int]) -> MatchResult:
+    """Match a prompt, and return while the copy of its chunk waits for ``goes_on``."""
+    gpu.goes_on.clear()
+    found = await match(bench, ids)
+    assert await asyncio.to_thread(gpu.began.wait, 20)
+    return found
+
+
 def copied(bench: Bench) -> set[bytes]:
     return {chunk.key for chunk in bench.store.tiers.index if chunk.readable_gpu_slot is not None}
 
@@ -182,9 +190,7 @@ async def test_a_deleted_chunk_keeps_its_copy_until_nobody_reads_it(is_held: boo
 async def test_a_chunk_that_is_deleted_while_it_is_copied_leaves_nothing() -> None:
     async with store_with(4) as (bench, gpu):
         key, _ = await bench.put([1])
-        gpu.goes_on.clear()
-        found = await match(bench, [1])
-        assert await asyncio.to_thread(gpu.began.wait, 20)
+        found = await match_during_copy(bench, gpu, [1])
         bench.store.release(bench.session, [found.lease_id])
         await bench.store.settle()
         await bench.store.delete(bench.root(), key)
@@ -198,9 +204,7 @@ async def test_a_chunk_that_is_deleted_while_it_is_copied_leaves_nothing() -> No
 async def test_a_match_during_a_copy_tells_of_none() -> None:
     async with store_with(4) as (bench, gpu):
         key, _ = await bench.put([1])
-        gpu.goes_on.clear()
-        found = await match(bench, [1])
-        assert await asyncio.to_thread(gpu.began.wait, 20)
+        found = await match_during_copy(bench, gpu, [1])
         assert not told(bench.store.find(bench.root(), key)).HasField("gpu_offset")
         bench.store.release(bench.session, [found.lease_id])
 
@@ -226,10 +230,8 @@ async def test_a_gpu_that_fails_costs_copies_only(capfd: pytest.CaptureFixture[s
 async def test_a_store_closes_while_copies_wait() -> None:
     async with store_with(4) as (bench, gpu):
         await bench.put([1])
-        gpu.goes_on.clear()
-        found = await match(bench, [1])
+        found = await match_during_copy(bench, gpu, [1])
         bench.store.release(bench.session, [found.lease_id])
-        assert await asyncio.to_thread(gpu.began.wait, 20)
         threading.Timer(0.2, gpu.goes_on.set).start()
         assert await bench.store.close()
 

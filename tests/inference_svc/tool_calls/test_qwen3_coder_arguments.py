@@ -8,13 +8,25 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
+from inference_svc.chat_template.chat_template import ChatTemplate
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.qwen3_coder_arguments import json_types
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from tests.inference_svc.chat_template.test_chat_template import HISTORY, chat_template_for
 from tests.inference_svc.tool_calls.test_strict import decoded, go_on, spell
 
 DAYS = {"days": {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "maxItems": 3}}
+
+
+def followed(made: ChatTemplate, request: pb.GenerateRequest) -> tuple[GrammarState, ToolCallParser]:
+    """Return the grammar of a request's calls, and their parser."""
+    steering, parser = made.grammar_state(request), made.parser(request)
+    assert steering is not None
+    assert parser is not None
+    return steering, parser
 
 
 def test_text_that_looks_like_an_argument_is_text() -> None:
@@ -35,9 +47,7 @@ def test_text_that_looks_like_an_argument_is_text() -> None:
         f"{call}\n</parameter>\n<parameter=days>\n[1, 1]\n</parameter>\n</function>\nand\n<parameter=days>\n[1, 1, "
         f"or\n{given}\nand\n<parameter=days>\n[1, 1, x\n{given}"
     )
-    steering, parser = made.grammar_state(request), made.parser(request)
-    assert steering is not None
-    assert parser is not None
+    steering, parser = followed(made, request)
     tokens = spell(made, steering, text)
     deltas = [*parser.feed(decoded(made, tokens)), *parser.finish()]
     calls = {d.index: d.name for d in deltas if d.name}
@@ -70,9 +80,7 @@ def test_what_may_be_written_is_read_as_it_was_written(key: str, value: str, end
     schema = {"type": "object", "properties": {key: VALUES[key]}, "required": [key]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     request = to_request(HISTORY[:1], tools=tools)
-    steering, parser = made.grammar_state(request), made.parser(request)
-    assert steering is not None
-    assert parser is not None
+    steering, parser = followed(made, request)
     text = f"<function=f>\n<parameter={key}>\n{value}{end}\n</function>"
     tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
     for token in tokens:
@@ -97,9 +105,7 @@ def test_a_string_or_null_ends_at_its_tag_whatever_quotes_it_has(schema: Any, va
     parameters = {"type": "object", "properties": {"q": schema, "n": {"type": "integer"}}, "required": ["q", "n"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
     request = to_request(HISTORY[:1], tools=tools)
-    steering, parser = made.grammar_state(request), made.parser(request)
-    assert steering is not None
-    assert parser is not None
+    steering, parser = followed(made, request)
     call = f"<function=f>\n<parameter=q>\n{value}\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>"
     deltas = parser.feed(decoded(made, spell(made, steering, call)))
     wanted = {"q": None if value == "null" else value, "n": 3}
@@ -123,9 +129,7 @@ def test_strings_between_tags_are_as_their_schema_has_them() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     request = to_request(HISTORY[:1], tools=tools, tool_choice="required", parallel_tool_calls=False)
     for seed in range(4):
-        steering, parser = made.grammar_state(request), made.parser(request)
-        assert steering is not None
-        assert parser is not None
+        steering, parser = followed(made, request)
         text = go_on(made, steering, [], "</tool_call>", seed)
         deltas = parser.feed(text)
         jsonschema.validate(json.loads("".join(delta.arguments for delta in deltas)), schema)
