@@ -13,16 +13,7 @@ import numpy as np
 import torch
 from kvkernels import awq_layout, kv_pack_reference
 from kvkernels.cuda import awq_gemm, cuda_kv_pack, layer_rows
-from kvkernels.cuda.cuda_attention import (
-    HEAD_DIMS,
-    AttentionRows,
-    ChunkedKV,
-    PagedKV,
-    attend,
-    chunk_table,
-    combine,
-    shared_bytes,
-)
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, combine, shared_bytes
 from kvkernels.cuda.kernel_select import fits, supports
 from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
@@ -31,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.row import RowFile
-from tests.kvkernels.emulated.oracle import TOLERANCE, Case, attention, int32
+from tests.kvkernels.emulated.oracle import TOLERANCE, Case, attention, cascade, int32
 
 STORED = {torch.float16: DATA_TYPE_FLOAT16, torch.bfloat16: DATA_TYPE_BFLOAT16}
 _PACKED_DIMS = (64, 80, 96, 128, 256)
@@ -63,9 +54,8 @@ def check_kernels(device: ContactDevice, rows: RowFile) -> None:
                     rows.measured(f"attention {_name(dtype)} {dim}", "more shared memory than the card has")
                     continue
                 _row(rows, f"attention {_name(dtype)} {dim}", TOLERANCE[dtype], _attention, device, dtype, dim)
-                for bits in (8, 4):
-                    case = f"attention over {bits}-bit chunks {_name(dtype)} {dim}"
-                    _row(rows, case, TOLERANCE[dtype], _chunk_attention, device, dtype, dim, bits)
+                case = f"attention over a shared prefix {_name(dtype)} {dim}"
+                _row(rows, case, TOLERANCE[dtype], _cascade, device, dtype, dim)
                 _row(rows, f"combine {_name(dtype)} {dim}", TOLERANCE[dtype], _combined, device, dtype, dim)
             for bits, dim in product((16, 8, 4), _PACKED_DIMS):
                 # Packing always has an error of up to half a quantization step. Unpacking also rounds to the dtype.
@@ -87,7 +77,7 @@ def check_few_kernels(device: ContactDevice, rows: RowFile) -> None:
     tolerance = TOLERANCE[dtype]
     with Poison():
         _row(rows, "attention", tolerance, _attention, device, dtype, dim)
-        _row(rows, "attention over chunks", tolerance, _chunk_attention, device, dtype, dim, 8)
+        _row(rows, "attention over a shared prefix", tolerance, _cascade, device, dtype, dim)
         _row(rows, "pack", 0.51, _packed, device, dtype, dim, 8)
         _row(rows, "unpack", tolerance, _unpacked, device, dtype, dim, 8)
         _row(rows, "awq_gemm", tolerance, _awq_products, device, dtype, 64)
@@ -174,25 +164,11 @@ def _pool_attention(
     return _judged(got, expected, TOLERANCE[case.dtype])
 
 
-def _chunk_attention(device: ContactDevice, dtype: torch.dtype, dim: int, bits: int) -> float:
-    case, lengths = Case(((9, 0),), 4, 2, dim, dtype), (70, 128, 3, 64)
-    total, place = sum(lengths), device.torch
-    keys, values = (torch.randn(1, 2, total, dim, generator=case.generator()).to(dtype) for _ in range(2))
-    chunks, held, first = [], [], 0
-    for length in lengths:
-        header = _header(dtype, dim, bits, length, layers=1, kv_heads=2)
-        payload = bytearray(header.payload_bytes)
-        arrays, slots = layout_of(header).arrays(memoryview(payload)), torch.arange(first, first + length)
-        kv_pack_reference.pack(keys, values, slots, header, arrays)
-        kv_pack_reference.unpack(keys, values, slots, header, arrays, None, range(1))
-        held.append(torch.frombuffer(payload, dtype=torch.uint8).to(place))
-        chunks.append((header, held[-1].data_ptr(), first))
-        first += length
-    source = ChunkedKV(chunk_table(chunks, 0, place), int32(0, len(chunks)).to(place), bits, 2)
-    rows = AttentionRows(int32(0, 9).to(place), int32(total).to(place), None, 9, total)
-    got = attend(device.kernels, case.query().to(place), source, rows, dim**-0.5, splits=2)
-    expected = attention(case.query(), keys[0], values[0], torch.arange(total - 9, total), dim**-0.5)
-    return _judged(got, expected, TOLERANCE[dtype])
+def _cascade(device: ContactDevice, dtype: torch.dtype, dim: int) -> float:
+    """Return the largest error over decoding and ragged batches in which all sequences but the last share a prefix."""
+    several = Case(((1, 1), (1, 300), (1, 33)), 7, 1, dim, dtype), Case(_RAGGED, 8, 2, dim, dtype)
+    found = [cascade(device.kernels, case, 700, len(case.sequences) - 1, place=device.torch) for case in several]
+    return largest(*(_judged(got, expected, TOLERANCE[dtype]) for got, expected in found))
 
 
 def _combined(device: ContactDevice, dtype: torch.dtype, dim: int) -> float:

@@ -1,15 +1,15 @@
-// FlashAttention-2 (arXiv:2307.08691) over the paged KV pool or quantized chunks.
+// FlashAttention-2 (arXiv:2307.08691) over the paged KV pool.
 //
 // A thread block processes 64 rows of one sequence for one KV head. The query heads that share the KV head are packed
 // as rows, so each key is read once for all of them. Rows have positions, so prefill, append, decode and selective
 // recompute share one causal mask: a row attends to keys up to its own position. Keys can be split over blocks (flash
-// decoding); the parts are merged by their log-sum-exp. Parts from different sources (chunks in the arena, tokens in
-// the pool) are merged in the same way.
+// decoding); the parts are merged by their log-sum-exp. Parts of different key ranges, such as a prefix that several
+// sequences share, are merged in the same way.
 //
 // In a prefill, each of the four warps has 16 of the 64 rows. A decode step has only a few rows per KV head, so with FEW
 // a block has 16 rows, every warp has all of them and a quarter of a tile's keys, and the warps merge at the end.
 #include "attention_params.h"
-#include "kv_source.cuh"
+#include "paged_kv.cuh"
 #include "softmax.cuh"
 #include "tensor_core.cuh"
 
@@ -56,7 +56,7 @@ template <class T, int D> KVK_DEVICE void merge_warps(const AttentionParams& p, 
   }
 }
 
-template <class T, int D, class Source, bool FEW = false> KVK_DEVICE void attention(const AttentionParams& p) {
+template <class T, int D, bool FEW = false> KVK_DEVICE void attention(const AttentionParams& p) {
   if constexpr (!tensor_cores_take<T>()) return;
   using Shape = Tile<D>;
   constexpr int KEYS = Shape::KEYS, STRIDE = Shape::STRIDE;
@@ -118,7 +118,7 @@ template <class T, int D, class Source, bool FEW = false> KVK_DEVICE void attent
     visible_from[r] = p.sliding_window ? at - p.sliding_window + 1 : 0;
   }
 
-  const Source source(p, sequence, kv_head);
+  const PagedKV<T, D> source(p, sequence, kv_head);
   OnlineSoftmax<D> softmax;
   if (tile_from < tile_to) source.keys(key_tile, tile_from * KEYS);
   copies_commit();
@@ -227,11 +227,9 @@ template <class T> KVK_DEVICE void combine(const CombineParams& p) {
 
 }  // namespace
 
-#define ATTENTION(T, D)                                                                               \
-  KVK_KERNEL(attention_pool_##T##_##D, 128, AttentionParams, attention<T, D, PagedKV<T, D>>)             \
-  KVK_KERNEL(attention_few_pool_##T##_##D, 128, AttentionParams, attention<T, D, PagedKV<T, D>, true>)   \
-  KVK_KERNEL(attention_chunks8_##T##_##D, 128, AttentionParams, attention<T, D, ChunkedKV<T, D, 8>>)     \
-  KVK_KERNEL(attention_chunks4_##T##_##D, 128, AttentionParams, attention<T, D, ChunkedKV<T, D, 4>>)
+#define ATTENTION(T, D)                                                                    \
+  KVK_KERNEL(attention_pool_##T##_##D, 128, AttentionParams, attention<T, D>)              \
+  KVK_KERNEL(attention_few_pool_##T##_##D, 128, AttentionParams, attention<T, D, true>)
 // A build with KVK_PART compiles one part of the variants, so that several processors share the work.
 #ifdef KVK_PART
 #define KVK_IN_PART(part) (KVK_PART == part)

@@ -2,18 +2,9 @@
 #pragma once
 #include "platform.cuh"
 
-// One layer of a quantized chunk (protos/kvsidecar/cache/v1/chunk.proto). Offsets in bytes from `payload`.
-struct QuantizedChunk {
-  const uint8_t* payload;
-  int64_t keys, values, key_scale, key_zero, value_scale, value_zero, sink_keys, sink_values;
-  int first_token;  // position of the chunk in its sequence
-  int key_group_tokens, sink_tokens;
-  int reserved;
-};
-
 struct AttentionParams {
   const void* query;   // [rows, heads, dim]
-  const void* keys;    // [kv_heads, slots, dim]; unused with chunks
+  const void* keys;    // [kv_heads, slots, dim]
   const void* values;
   void* output;        // [rows, heads, dim]
   float* lse;          // [rows, heads], natural logarithm; may be null
@@ -24,9 +15,7 @@ struct AttentionParams {
   const int* positions;    // [rows], ascending within a sequence; null: the rows are the sequence's last
   const int* first_slot;   // [sequences] for contiguous keys; or
   const int* pages;        // [sequences, max_pages]
-  const QuantizedChunk* chunks;  // of all sequences
-  const int* chunk_start;        // [sequences + 1]
-  int64_t query_row_stride;      // in elements
+  int64_t query_row_stride;  // in elements
   int64_t kv_head_stride;
   int rows, heads, kv_heads, max_pages, page_shift;
   int splits, first_part;

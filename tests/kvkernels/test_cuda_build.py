@@ -69,7 +69,7 @@ def test_the_library_loads_anywhere_and_knows_its_parameters() -> None:
     library = SharedLibrary(kernel_select.LIBRARY)
     assert library.devices == torch.cuda.device_count() or library.devices < 0
     for name, params in (
-        ("attention_chunks4_bf16_256", _AttentionParams),
+        ("attention_few_pool_bf16_256", _AttentionParams),
         ("combine_bf16", _CombineParams),
         ("unpack8_f16", _KvPackParams),
         ("awq_gemm_bf16", _AwqParams),

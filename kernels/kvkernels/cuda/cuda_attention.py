@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.chunk_layout import layout_of
 from torch import Tensor
 
 from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
@@ -27,7 +23,6 @@ class _AttentionParams(ctypes.Structure):
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("query", "keys", "values", "output", "lse", "part_output", "part_lse")),
         *((n, ctypes.c_void_p) for n in ("qo_indptr", "kv_lens", "positions", "first_slot", "pages")),
-        *((n, ctypes.c_void_p) for n in ("chunks", "chunk_start")),
         *((n, ctypes.c_int64) for n in ("query_row_stride", "kv_head_stride")),
         *((n, ctypes.c_int) for n in ("rows", "heads", "kv_heads", "max_pages", "page_shift")),
         *((n, ctypes.c_int) for n in ("splits", "first_part", "sliding_window")),
@@ -42,16 +37,6 @@ class _CombineParams(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("part_output", "part_lse", "output", "lse")),
         *((n, ctypes.c_int) for n in ("parts", "rows_heads", "dim", "reserved")),
     )
-
-
-_CHUNK = np.dtype(
-    [
-        ("payload", "<u8"),
-        *((n, "<i8") for n in ("keys", "values", "key_scale", "key_zero", "value_scale", "value_zero")),
-        *((n, "<i8") for n in ("sink_keys", "sink_values")),
-        *((n, "<i4") for n in ("first_token", "key_group_tokens", "sink_tokens", "reserved")),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -88,32 +73,6 @@ class PagedKV:
     page_tokens: int = 1
 
 
-@dataclass(frozen=True)
-class ChunkedKV:
-    """Keys and values of one layer in quantized chunks.
-
-    ``table`` comes from ``chunk_table``; ``start`` is each sequence's first chunk in it, int32 ``[sequences + 1]``.
-    """
-
-    table: Tensor
-    start: Tensor
-    bits: int
-    kv_heads: int
-
-
-def chunk_table(
-    chunks: Sequence[tuple[ChunkHeader, int, int]], layer: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Build the kernels' table of one layer of chunks from ``(header, payload address, first token)`` triples."""
-    table = np.zeros(len(chunks), _CHUNK)
-    for row, (header, payload, first) in zip(table, chunks, strict=True):
-        row["payload"], row["first_token"] = payload, first
-        row["key_group_tokens"], row["sink_tokens"] = header.key_group_tokens, header.sink_tokens
-        for section in layout_of(header).sections:
-            row[section.name] = section.offset + layer * (section.size_bytes // header.layers)
-    return torch.from_numpy(table.view(np.uint8)).to(device)
-
-
 def splits_for(tiles: int, max_kv_len: int, processors: int, blocks: int = 2) -> int:
     """Return the number of KV splits that gives each SM about this many blocks, of at least 256 keys each."""
     wanted = -(-blocks * processors // max(1, tiles))
@@ -123,7 +82,7 @@ def splits_for(tiles: int, max_kv_len: int, processors: int, blocks: int = 2) ->
 def attend(
     kernels: Kernels,
     query: Tensor,
-    source: PagedKV | ChunkedKV,
+    source: PagedKV,
     rows: AttentionRows,
     sm_scale: float,
     sliding_window: int = 0,
@@ -140,7 +99,10 @@ def attend(
 
 
 class CascadeAttention:
-    """Attention over several KV sources, merged by log-sum-exp: add each source, then combine."""
+    """Attention over several key ranges, merged by log-sum-exp: add each source, then combine.
+
+    Each source has its own sequences, so rows of several sequences can be one sequence where they share keys.
+    """
 
     def __init__(
         self,
@@ -155,21 +117,21 @@ class CascadeAttention:
             raise ValueError(f"head_dim is {query.shape[2]}; kernels take {', '.join(map(str, HEAD_DIMS))}")
         self._kernels, self._query, self._rows = kernels, query, rows
         self._sm_scale, self._sliding_window, self._logits_soft_cap = sm_scale, sliding_window, logits_soft_cap
-        self._added: list[tuple[PagedKV | ChunkedKV, int, AttentionRows]] = []
+        self._added: list[tuple[PagedKV, int, AttentionRows]] = []
 
-    def add(self, source: PagedKV | ChunkedKV, splits: int | None = None, rows: AttentionRows | None = None) -> None:
+    def add(self, source: PagedKV, splits: int | None = None, rows: AttentionRows | None = None) -> None:
         """Add a source. ``rows`` overrides KV lengths and positions; position 0 is the source's first key."""
         mine = rows or self._rows
-        kv_heads = source.kv_heads if isinstance(source, ChunkedKV) else source.keys.shape[0]
+        kv_heads = source.keys.shape[0]
         if splits is None:
             packed, few = mine.max_q_len * self._query.shape[1] // kv_heads, self._is_few(source, mine)
             tiles = -(-packed // ROWS) * kv_heads * mine.sequences
             splits = splits_for(tiles, mine.max_kv_len, _processors(self._query), _FEW_BLOCKS if few else 2)
         self._added.append((source, splits, mine))
 
-    def _is_few(self, source: PagedKV | ChunkedKV, rows: AttentionRows) -> bool:
+    def _is_few(self, source: PagedKV, rows: AttentionRows) -> bool:
         """Return True if the kernel for few rows per KV head serves a source."""
-        return isinstance(source, PagedKV) and rows.max_q_len * self._query.shape[1] // source.keys.shape[0] <= FEW_ROWS
+        return rows.max_q_len * self._query.shape[1] // source.keys.shape[0] <= FEW_ROWS
 
     def combined(self) -> tuple[Tensor, Tensor]:
         """Launch the kernels and return output and log-sum-exp over all sources."""
@@ -192,7 +154,7 @@ class CascadeAttention:
 
     def _launch(
         self,
-        source: PagedKV | ChunkedKV,
+        source: PagedKV,
         splits: int,
         rows: AttentionRows,
         first_part: int,
@@ -203,8 +165,11 @@ class CascadeAttention:
     ) -> None:
         query, name = self._query, type_name(self._query.dtype)
         count, heads, dim = query.shape
+        kv_heads = source.keys.shape[0]
         params = _AttentionParams(
             query=pointer(query),
+            keys=pointer(source.keys),
+            values=pointer(source.values),
             output=pointer(output),
             lse=pointer(lse),
             part_output=pointer(part_output),
@@ -212,27 +177,22 @@ class CascadeAttention:
             qo_indptr=pointer(rows.qo_indptr),
             kv_lens=pointer(rows.kv_lens),
             positions=pointer(rows.positions),
+            first_slot=pointer(source.first_slot),
+            pages=pointer(source.pages),
             query_row_stride=query.stride(0),
+            kv_head_stride=source.keys.stride(0),
             rows=count,
             heads=heads,
+            kv_heads=kv_heads,
             splits=splits,
             first_part=first_part,
             sliding_window=self._sliding_window,
             sm_scale=self._sm_scale,
             logits_soft_cap=self._logits_soft_cap,
         )
-        if isinstance(source, ChunkedKV):
-            kernel, kv_heads = f"attention_chunks{source.bits}_{name}_{dim}", source.kv_heads
-            params.chunks, params.chunk_start = pointer(source.table), pointer(source.start)
-        else:
-            few = "few_" if self._is_few(source, rows) else ""
-            kernel, kv_heads = f"attention_{few}pool_{name}_{dim}", source.keys.shape[0]
-            params.keys, params.values = pointer(source.keys), pointer(source.values)
-            params.kv_head_stride = source.keys.stride(0)
-            params.first_slot, params.pages = pointer(source.first_slot), pointer(source.pages)
-            if source.pages is not None:
-                params.max_pages, params.page_shift = source.pages.shape[1], source.page_tokens.bit_length() - 1
-        params.kv_heads = kv_heads
+        if source.pages is not None:
+            params.max_pages, params.page_shift = source.pages.shape[1], source.page_tokens.bit_length() - 1
+        kernel = f"attention_{'few_' if self._is_few(source, rows) else ''}pool_{name}_{dim}"
         grid = (-(-rows.max_q_len * (heads // kv_heads) // ROWS), kv_heads, rows.sequences * splits)
         self._kernels.launch(kernel, grid, THREADS, shared_bytes(dim), params, stream_of(query))
 

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from kvkernels.cuda.cuda_attention import AttentionRows
+from kvkernels.cuda.cuda_attention import AttentionRows, CascadeAttention, PagedKV
+from kvkernels.cuda.cuda_library import Kernels
 from torch import Tensor
 
+CPU = torch.device("cpu")
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -71,6 +73,48 @@ def attention(
     scores.masked_fill_(hidden, float("-inf"))
     weights = torch.nan_to_num(torch.softmax(scores, -1))
     return torch.einsum("hrk,hkd->rhd", weights, v), scores.logsumexp(-1).t()
+
+
+def cascade(
+    kernels: Kernels,
+    case: Case,
+    prefix: int,
+    sharing: int,
+    splits: int | None = None,
+    place: torch.device | str = "cpu",
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Compute attention of a case whose first ``sharing`` sequences have ``prefix`` more keys, the same for all.
+
+    Return what the kernels compute, and what the definition gives.
+    """
+    counts, lengths = zip(*case.sequences, strict=True)
+    first = [prefix + sum(lengths[:i]) for i in range(len(lengths))]
+    keys, values = case.keys_values(prefix + sum(lengths) + 64)
+    query, scale, alike = case.query(), case.dim**-0.5, sum(counts[:sharing])
+    own = case.rows()
+    of_prefix = AttentionRows(
+        int32(0, alike, len(query)).to(place),
+        int32(prefix, 0).to(place),
+        int32(*[prefix - 1] * alike, *[0] * (len(query) - alike)).to(place),
+        max(alike, len(query) - alike),
+        prefix,
+    )
+    assert own.positions is None
+    own = AttentionRows(own.qo_indptr.to(place), own.kv_lens.to(place), None, own.max_q_len, own.max_kv_len)
+    pool = keys.to(place), values.to(place)
+    sources = CascadeAttention(kernels, query.to(place), own, scale)
+    sources.add(PagedKV(*pool, first_slot=int32(0, 0).to(place)), splits, of_prefix)
+    sources.add(PagedKV(*pool, first_slot=int32(*first).to(place)), splits)
+    expected, row = [], 0
+    for i, (count, length) in enumerate(case.sequences):
+        seen = torch.arange(first[i], first[i] + length)
+        if i < sharing:
+            seen = torch.cat((torch.arange(prefix), seen))
+        positions = torch.arange(len(seen) - count, len(seen))
+        rows = query[row : row + count]
+        expected.append(attention(rows, keys[:, seen], values[:, seen], positions, scale))
+        row += count
+    return sources.combined(), (torch.cat([one[0] for one in expected]), torch.cat([one[1] for one in expected]))
 
 
 def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

@@ -1,25 +1,11 @@
 """CUDA attention kernels against attention by definition in float64."""
 
-import numpy as np
 import pytest
 import torch
-from kvkernels import kv_pack_reference
-from kvkernels.cuda.cuda_attention import (
-    HEAD_DIMS,
-    AttentionRows,
-    CascadeAttention,
-    ChunkedKV,
-    PagedKV,
-    attend,
-    chunk_table,
-    splits_for,
-)
-from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
-from kvsidecar.chunk_layout import Geometry, layout_of, new_header
-from torch import Tensor
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, splits_for
 
 from tests.kvkernels.emulated.conftest import SCHEDULES, Emulated, Schedule
-from tests.kvkernels.emulated.oracle import Case, assert_close, attention, int32
+from tests.kvkernels.emulated.oracle import Case, assert_close, attention, cascade, int32
 
 RAGGED = (
     ((1, 1),),
@@ -29,7 +15,6 @@ RAGGED = (
     ((3, 130), (1, 64), (40, 40), (17, 129)),
 )
 DTYPES = (torch.float16, torch.bfloat16)
-STORED = {torch.float16: DATA_TYPE_FLOAT16, torch.bfloat16: DATA_TYPE_BFLOAT16}
 
 
 def run_in_pool(
@@ -112,59 +97,21 @@ def test_volta_takes_its_fragments_by_shuffles(
     run_in_pool(volta, Case(sequences, 4, 2, dim, torch.float16), splits=2)
 
 
-def quantized(
-    case: Case, lengths: list[int], bits: int, layers: int = 2
-) -> tuple[list[tuple[ChunkHeader, memoryview, int]], Tensor, Tensor]:
-    """Return chunks of one sequence and their keys and values ``[layers, kv_heads, tokens, dim]``."""
-    total = sum(lengths)
-    keys, values = (torch.randn(layers, case.kv_heads, total, case.dim, generator=case.generator()) for _ in range(2))
-    keys, values = keys.to(case.dtype), values.to(case.dtype)
-    chunks, first = [], 0
-    for length in lengths:
-        geometry = Geometry(layers, case.kv_heads, case.dim, STORED[case.dtype], bits)
-        header = new_header(geometry, list(range(length)), first)
-        payload = memoryview(bytearray(header.payload_bytes))
-        slots, arrays = torch.arange(first, first + length), layout_of(header).arrays(payload)
-        kv_pack_reference.pack(keys, values, slots, header, arrays)
-        kv_pack_reference.unpack(keys, values, slots, header, arrays, None, range(layers))
-        chunks.append((header, payload, first))
-        first += length
-    return chunks, keys, values
-
-
-def table_of(chunks: list[tuple[ChunkHeader, memoryview, int]], layer: int) -> Tensor:
-    return chunk_table([(h, np.frombuffer(p, np.uint8).ctypes.data, first) for h, p, first in chunks], layer)
-
-
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantized_chunks_are_read_as_they_lie(emulated: Emulated, dtype: torch.dtype, bits: int, dim: int) -> None:
-    case = Case(((9, 0),), 4, 2, dim, dtype)
-    chunks, keys, values = quantized(case, [70, 128, 3, 64], bits)
-    count = keys.shape[2]
-    rows = AttentionRows(int32(0, 9), int32(count), None, 9, count)
-    for layer in range(2):
-        source = ChunkedKV(table_of(chunks, layer), int32(0, len(chunks)), bits, 2)
-        got = attend(emulated, case.query(), source, rows, dim**-0.5, splits=2)
-        positions = torch.arange(count - 9, count)
-        assert_close(got, attention(case.query(), keys[layer], values[layer], positions, dim**-0.5))
+@pytest.mark.parametrize("sequences", [((1, 1), (1, 70), (1, 33)), ((3, 130), (1, 64), (40, 40), (17, 129))])
+def test_a_prefix_is_read_once_for_several_sequences(
+    emulated: Emulated, sequences: tuple[tuple[int, int], ...], dtype: torch.dtype, dim: int
+) -> None:
+    """The last sequence has no part of it. Parts are merged by log-sum-exp."""
+    case = Case(sequences, 4, 2, dim, dtype)
+    assert_close(*cascade(emulated, case, 130, len(sequences) - 1))
 
 
-def test_chunks_and_pool_are_attended_as_one(emulated: Emulated) -> None:
-    """A prefix in the arena and the question in the pool: parts are merged by log-sum-exp."""
-    case = Case(((20, 20),), 4, 2, 64, torch.float16)
-    chunks, keys, values = quantized(case, [100, 61], 8, layers=1)
-    fresh_k, fresh_v = case.keys_values(20)
-    prefix, query, scale = keys.shape[2], case.query(), 64**-0.5
-    of_chunks = AttentionRows(
-        int32(0, 20), int32(prefix), torch.arange(prefix, prefix + 20, dtype=torch.int32), 20, prefix
-    )
-    parts = CascadeAttention(emulated, query, case.rows(), scale)
-    parts.add(ChunkedKV(table_of(chunks, 0), int32(0, 2), 8, 2), 2, of_chunks)
-    parts.add(PagedKV(fresh_k, fresh_v, first_slot=int32(0)), 1)
-    whole_k, whole_v = torch.cat((keys[0], fresh_k), 1), torch.cat((values[0], fresh_v), 1)
-    assert_close(parts.combined(), attention(query, whole_k, whole_v, torch.arange(prefix, prefix + 20), scale))
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_prefix_in_parts_changes_nothing(emulated: Emulated, schedule: Schedule) -> None:
+    emulated.schedule(schedule)
+    assert_close(*cascade(emulated, Case(((1, 9), (5, 70), (1, 2)), 7, 1, 64, torch.bfloat16), 200, 2, splits=3))
 
 
 def test_rows_that_see_nothing_are_zero(emulated: Emulated) -> None:

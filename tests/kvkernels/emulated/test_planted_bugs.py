@@ -135,7 +135,7 @@ BUGS = (
     ),
     Bug(
         "rows padded by 4 bytes, which faults on a GPU",
-        "kv_source.cuh",
+        "paged_kv.cuh",
         "static constexpr int STRIDE = D + 8;",
         "static constexpr int STRIDE = D + 2;",
         attends,
