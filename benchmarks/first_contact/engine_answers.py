@@ -26,10 +26,11 @@ from benchmarks.first_contact.contact_device import ContactDevice, GpuDevice
 from benchmarks.first_contact.kernel_errors import largest
 from benchmarks.first_contact.row import RowFile
 from benchmarks.node import Node
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.host_overflow import HostOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.cuda_attention import CudaAttention
-from inference_svc.model_runner.cuda_graphs import CudaGraphs, DeviceRecorder
+from inference_svc.model_runner.cuda_graphs import CudaGraphs, DeviceRecorder, GraphRecorder
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.forward_batch import SequenceSlice, build_batch
 from inference_svc.models import loader
@@ -58,7 +59,7 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
     gpu_arena = {"gpu_arena": "256MiB", "gpu_memory": device.gpu_memory}
     arenas = {"host arena": dict[str, str](), "with GPU arena": gpu_arena}
 
-    def check(model: str, arena: str) -> None:
+    def check_arena(model: str, arena: str) -> None:
         try:
             _check_arena(device, rows, model, f"{model.removeprefix(PREFIX)}, {arena}", arenas[arena])
         except Exception as error:
@@ -66,10 +67,14 @@ def check_engine(device: ContactDevice, rows: RowFile) -> None:
 
     with ThreadPoolExecutor(len(arenas)) as threads:
         for model in device.models:
-            list(threads.map(partial(check, model), arenas))
-    for case, check_steps in (("fused layers and graphs", _check_steps), ("keys in host memory", _check_overflow)):
+            list(threads.map(partial(check_arena, model), arenas))
+    for case, check in (
+        ("fused layers and graphs", _check_steps),
+        ("a shared prefix", _check_shared_prefix),
+        ("keys in host memory", _check_overflow),
+    ):
         try:
-            check_steps(device, rows)
+            check(device, rows)
         except Exception as error:
             rows.raised(case, error)
 
@@ -177,28 +182,37 @@ def _loaded(device: ContactDevice) -> LoadedModel:
     return loaded("Qwen3ForCausalLM")
 
 
+_PROMPTS = [[token % 300 for token in prompt(length, length)] for length in (5, 70, 33)]
+
+
 class _PromptSteps:
     """Steps of a decoder over three prompts, whose keys and values are in a pool."""
 
-    LENGTHS = (5, 70, 33)
-
-    def __init__(self, device: ContactDevice, model: LoadedModel, decoder: Decoder, in_overflow: bool = False) -> None:
-        """Prefill the prompts; their keys and values are in device memory, or in the pool's overflow."""
-        self.decoder, self._device = decoder, model.device
+    def __init__(
+        self,
+        device: ContactDevice,
+        model: LoadedModel,
+        decoder: Decoder,
+        in_overflow: bool = False,
+        prompts: Sequence[list[int]] = _PROMPTS,
+        tables: Sequence[BlockTable] | None = None,
+    ) -> None:
+        """Prefill the prompts. Their blocks are in device memory, those of ``tables`` if given, or in the overflow."""
+        self.decoder, self._device, self._prompts = decoder, model.device, prompts
         shape = model.layers, model.kv_heads, model.head_dim
         overflow = HostOverflow(device.extended, *shape, 2048, 2048, model.dtype) if in_overflow else None
         self.pool = KVPool(*shape, 2048, model.dtype, model.device, (), overflow)
         self.pool.native = CudaAttention(device.kernels)
         allocate = self.pool.allocate_overflow if in_overflow else self.pool.allocate
-        self._tables = [allocate(100) for _ in self.LENGTHS]
+        self._tables = tables or [allocate(len(each) + 30) for each in prompts]
         for table in self._tables:
             assert table is not None
-            self.pool.reserve_overflow(table, 0, 100)
-        self.prefilled = torch.cat([self._computed([self._slice(i, self._ids(i), 0)]) for i in range(3)])
+            self.pool.reserve_overflow(table, 0, table.tokens)
+        self.prefilled = torch.cat([self._computed([self._slice(i, each, 0)]) for i, each in enumerate(prompts)])
 
     def spans(self, chosen: Sequence[int], step: int = 0) -> list[SequenceSlice]:
         """Return decode steps of some of the prompts."""
-        return [self._slice(prompt, [7 + step + prompt], self.LENGTHS[prompt]) for prompt in chosen]
+        return [self._slice(i, [7 + step + i], len(self._prompts[i])) for i in chosen]
 
     def eager(self, spans: list[SequenceSlice]) -> Tensor:
         """Compute log probabilities ``[spans, vocabulary]`` without a graph."""
@@ -211,9 +225,6 @@ class _PromptSteps:
     def noise(self) -> float:
         """Return by how much a step differs from the same step beside other prompts."""
         return float((self.eager(self.spans((1,)))[0] - self.eager(self.spans((0, 1, 2)))[1]).abs().max())
-
-    def _ids(self, i: int) -> list[int]:
-        return [token % 300 for token in prompt(self.LENGTHS[i], self.LENGTHS[i])]
 
     def _slice(self, i: int, ids: list[int], start: int) -> SequenceSlice:
         table = self._tables[i]
@@ -245,8 +256,8 @@ def _check_steps(device: ContactDevice, rows: RowFile) -> None:
         steps = _PromptSteps(device, model, Decoder(model))
         # Own layers round after each operation, fused layers once: both differ from the exact result.
         rows.within("fused layers = the model's layers, log probabilities", _error(wanted, steps.results()), 2 * limit)
-    recorder = DeviceRecorder(device_of(model.device)) if isinstance(device, GpuDevice) else _EagerRecorder()
-    graphs, limit = CudaGraphs(steps.decoder, steps.pool, recorder, 8), max(2 * steps.noise(), 2 * _FLOOR)
+    graphs = CudaGraphs(steps.decoder, steps.pool, _recorder(device, model), 8)
+    limit = max(2 * steps.noise(), 2 * _FLOOR)
     errors: list[float] = []
     for step, chosen in enumerate(((1,), (0, 1, 2), (2, 0, 1), (1,))):
         spans = steps.spans(chosen, step)
@@ -256,6 +267,34 @@ def _check_steps(device: ContactDevice, rows: RowFile) -> None:
             return
         errors.append(float((log_probabilities(recorded) - eager).abs().max()))
     rows.within("graphs = eager, log probabilities", largest(*errors), limit)
+
+
+def _check_shared_prefix(device: ContactDevice, rows: RowFile) -> None:
+    """Compare decode steps of sequences that share a prefix with the same over a copy of it for each sequence."""
+    case = "a shared prefix = a copy for each sequence, log probabilities"
+    model, prefix = _loaded(device), [token % 300 for token in prompt(9, 4 * PAGE_TOKENS)]
+    prompts = [prefix + each for each in _PROMPTS[1:]] + [_PROMPTS[1]]
+    decoder = Decoder(model, fuse=isinstance(device, GpuDevice))  # on a CPU, the fused layers have their own attention
+    apart = _PromptSteps(device, model, decoder, prompts=prompts)
+    tables = [BlockTable([(0, 4), (10, 4)]), BlockTable([(0, 4), (20, 4)]), BlockTable([(30, 4)])]
+    steps = _PromptSteps(device, model, decoder, prompts=prompts, tables=tables)
+    limit, graphs = (
+        max(2 * apart.noise(), 2 * _FLOOR),
+        CudaGraphs(steps.decoder, steps.pool, _recorder(device, model), 8),
+    )
+    errors: list[float] = []
+    for step, chosen in enumerate(((0, 1), (0, 1, 2), (1,), (2, 0))):
+        spans, want = steps.spans(chosen, step), apart.eager(apart.spans(chosen, step))
+        eager, recorded = steps.eager(spans), graphs(spans)
+        if recorded is None:
+            rows.failed(case, "the step cannot be recorded; the log says why")
+            return
+        errors += (_error([want], [found]) for found in (eager, log_probabilities(recorded)))
+    rows.within(case, largest(*errors), limit)
+
+
+def _recorder(device: ContactDevice, model: LoadedModel) -> GraphRecorder:
+    return DeviceRecorder(device_of(model.device)) if isinstance(device, GpuDevice) else _EagerRecorder()
 
 
 def _check_overflow(device: ContactDevice, rows: RowFile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from kvkernels import awq_layout
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
-from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
+from kvkernels.cuda.cuda_attention import AttentionRows, CascadeAttention, PagedKV, attend
 from kvkernels.cuda.piece_table import PieceTable, TablePiece, sections_at
 from kvkernels.device.device_port import DeviceLacks
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
@@ -93,6 +94,7 @@ def measure_kernels(device: ContactDevice, rows: RowFile) -> None:
         _prefill(device, times, count, keys)
     for batch, keys in sizes.decode:
         _decode(device, times, batch, keys)
+    _decode_behind_a_prefix(device, times, *sizes.decode[-1])
     _packing(device, times, sizes.layers)
     for size in sizes.linear:
         _products(device, times, size)
@@ -165,24 +167,52 @@ def _decode(device: ContactDevice, times: KernelTimes, batch: int, keys: int) ->
     def ours(k: Tensor, v: Tensor) -> Call:
         return lambda: attend(device.kernels, q, PagedKV(k, v, first_slot=first), rows, DIM**-0.5)
 
-    def theirs(backend: SDPBackend, k: Tensor, v: Tensor) -> Call:
-        whole_k, whole_v = (x.view(KV_HEADS, batch, keys, DIM).transpose(0, 1) for x in (k, v))
-
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q[:, :, None], whole_k, whole_v, enable_gqa=True)
-
-        return call
-
     times.compare(
         f"attention, decode of {batch} over {keys} keys",
         [ours(*pair) for pair in kv],
-        {
-            "flash": [theirs(SDPBackend.FLASH_ATTENTION, *pair) for pair in kv],
-            "cuDNN": [theirs(SDPBackend.CUDNN_ATTENTION, *pair) for pair in kv],
-        },
+        _decode_of_torch(q, kv),
         2.0 * kv[0][0].nbytes,
         4.0 * batch * keys * HEADS * DIM,
+    )
+
+
+def _decode_of_torch(query: Tensor, kv: list[tuple[Tensor, Tensor]]) -> dict[str, list[Call]]:
+    """Return decode by torch's kernels, over keys and values of which each sequence has its own."""
+
+    def call(backend: SDPBackend, pair: tuple[Tensor, Tensor]) -> Tensor:
+        keys, values = (x.view(KV_HEADS, len(query), -1, DIM).transpose(0, 1) for x in pair)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)
+
+    return {
+        "flash": [partial(call, SDPBackend.FLASH_ATTENTION, pair) for pair in kv],
+        "cuDNN": [partial(call, SDPBackend.CUDNN_ATTENTION, pair) for pair in kv],
+    }
+
+
+def _decode_behind_a_prefix(device: ContactDevice, times: KernelTimes, batch: int, keys: int, own: int = 128) -> None:
+    """Measure decode of sequences that share a prefix. Torch's kernels read a copy of it for each sequence."""
+    several, total = _buffers(device, 2 * KV_HEADS * batch * (keys + own) * DIM * 2), keys + own
+    q, shape = _random(device, batch, HEADS, DIM), (KV_HEADS, batch * total, DIM)
+    kv = [(_random(device, *shape), _random(device, *shape)) for _ in several]
+    starts, lengths = _int32(device, *range(batch + 1)), _int32(device, *[own] * batch)
+    first = _int32(device, *range(keys, batch * total, total))
+    behind = AttentionRows(starts, lengths, None, 1, own)
+    last = _int32(device, *[keys - 1] * batch)
+    prefix, at = AttentionRows(_int32(device, 0, batch), _int32(device, keys), last, batch, keys), _int32(device, 0)
+
+    def ours(k: Tensor, v: Tensor) -> Tensor:
+        sources = CascadeAttention(device.kernels, q, behind, DIM**-0.5)
+        sources.add(PagedKV(k, v, first_slot=at), rows=prefix)
+        sources.add(PagedKV(k, v, first_slot=first))
+        return sources.combined()[0]
+
+    times.compare(
+        f"attention, decode of {batch} over {keys} shared and {own} own keys",
+        [partial(ours, *pair) for pair in kv],
+        _decode_of_torch(q, kv),
+        4.0 * KV_HEADS * (keys + batch * own) * DIM,
+        4.0 * batch * total * HEADS * DIM,
     )
 
 

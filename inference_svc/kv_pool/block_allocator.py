@@ -110,9 +110,9 @@ class BlockAllocator:
         return True
 
     def grow_in_place(self, table: BlockTable, tokens: int) -> bool:
-        """Extends a table like ``grow``, but only if it stays contiguous."""
+        """Extends a table like ``grow``, but only if this adds no range and the table has at most two."""
         missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
-        return table.first_slot is not None and (missing <= 0 or self._extend(table, missing))
+        return table.key_ranges is not None and (missing <= 0 or self._extend(table, missing))
 
     def trim(self, table: BlockTable, tokens: int) -> None:
         """Frees the blocks behind the first ``tokens`` tokens."""

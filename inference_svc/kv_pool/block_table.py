@@ -6,6 +6,7 @@ In identifiers of this package, ``page`` means a block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,14 @@ PAGE_TOKENS = 32
 KEY_BLOCK = 512
 # Replaces the first block number of a range whose blocks were released.
 UNMAPPED = -1
+
+
+class KeyRanges(NamedTuple):
+    """Slots of a sequence's tokens: ``tokens`` tokens from slot ``prefix`` on, and all others from slot ``rest`` on."""
+
+    prefix: int
+    tokens: int
+    rest: int
 
 
 @dataclass(eq=False)
@@ -72,6 +81,20 @@ class BlockTable:
         if len(self.ranges) != (2 if released else 1):
             return None
         return self.ranges[-1][0] * PAGE_TOKENS - released
+
+    @property
+    def key_ranges(self) -> KeyRanges | None:
+        """The two ranges of slots of a table in the pool; None if it has another number of ranges.
+
+        A contiguous table has a prefix of no tokens.
+        """
+        first = self.first_slot
+        if first is not None:
+            return KeyRanges(first, 0, first)
+        if len(self.ranges) != 2 or self.in_overflow:
+            return None
+        (first_page, pages), (rest_page, _) = self.ranges
+        return KeyRanges(first_page * PAGE_TOKENS, pages * PAGE_TOKENS, rest_page * PAGE_TOKENS)
 
     def prefix(self, tokens: int) -> BlockTable:
         """Returns a table of the whole blocks of the first ``tokens`` tokens; it adds no references."""

@@ -102,6 +102,12 @@ class KVPool(BlockAllocator):
         """True if our CPU kernel serves this pool: scattered blocks then cost no more than contiguous ones."""
         return self.keys.device.type == "cpu" and cpu_attention.serves(self.keys.dtype, self.keys.shape[3])
 
+    @property
+    def merges_ranges(self) -> bool:
+        """True if our device kernels read a sequence in two ranges as fast as in one, and a shared range only once."""
+        device, native = self.keys.device.type, self.native
+        return device != "cpu" and native is not None and "decode" in native.kinds and not self.max_window
+
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return 2 * layers * kv_heads * head_dim * dtype.itemsize

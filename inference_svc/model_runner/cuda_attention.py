@@ -1,7 +1,9 @@
 """Attention of a batch by our CUDA kernels.
 
-One launch computes all sequences, and reads keys in place from scattered blocks of the pool. PyTorch's FlashAttention-2
-computes long parts of prompts, for which it is 1.5 to 3 times as fast on an H200.
+One launch computes all sequences, and reads keys in place from scattered blocks of the pool. If sequences share their
+first blocks, another launch reads these once for all of them, and the results are merged (cascade attention, as in
+Hydragen, arXiv:2402.05099). PyTorch's FlashAttention-2 computes long parts of prompts, for which it is 1.5 to 3 times
+as fast on an H200.
 
 Keys of the overflow are in host memory. A kernel with few rows reads them there, once. For more rows it would read them
 several times over the link, so each layer's keys and values are copied to device memory first.
@@ -10,23 +12,24 @@ several times over the link, so each layer's keys and values are copied to devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 import structlog
 import torch
-from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
+from kvkernels.cuda.cuda_attention import AttentionRows, CascadeAttention, PagedKV, attend
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import supports
 from kvkernels.device.visible_devices import device_of, is_device
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, KeyRanges
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.engine_lost import check_device
-from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch, Segment
+from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch, PrefixIndex, Segment
+from inference_svc.model_runner.shared_prefix import PrefixGroup, group_by_prefix, split_at_shared
 
 KINDS = ("decode", "prefill", "scattered")
 # PyTorch's kernel takes one sequence, so calls for short parts of many prompts cost more than our one launch.
@@ -70,8 +73,11 @@ class CudaAttention:
             keys, values = batch.pool.keys[layer], batch.pool.values[layer]
             if part.copied is not None:
                 keys, values = keys[:, part.copied].contiguous(), values[:, part.copied].contiguous()
-            source = PagedKV(keys, values, part.first_slot, part.pages)
-            parts.append(attend(self.kernels, rows, source, part.rows, scale, window or 0, softcap or 0.0)[0])
+            sources = CascadeAttention(self.kernels, rows, part.rows, scale, window or 0, softcap or 0.0)
+            if part.prefix is not None:
+                sources.add(PagedKV(keys, values, part.prefix.first_slot), rows=part.prefix.rows)
+            sources.add(PagedKV(keys, values, part.first_slot, part.pages))
+            parts.append(sources.combined()[0])
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(found) == len(query):
             return found
@@ -85,12 +91,8 @@ class CudaAttention:
     ) -> Tensor:
         out, keys, values = torch.empty_like(query), batch.pool.keys[layer], batch.pool.values[layer]
         for segment in batch.segments:
-            assert segment.first_slot is not None
             rows = slice(segment.first_row, segment.first_row + segment.rows)
-            at = slice(segment.first_slot, segment.first_slot + segment.keys)
-            k, v = keys[:, at], values[:, at]
-            if _is_copied(segment, batch.pool):
-                k, v = k.contiguous(), v.contiguous()
+            k, v = (_in_one_piece(tensor, segment, batch.pool) for tensor in (keys, values))
             found = library(query[rows].transpose(0, 1)[None], k[None], v[None], scale)
             out[rows] = found[0].transpose(0, 1)
         out[batch.real :] = 0  # padding rows belong to no sequence, and their output must be finite
@@ -100,9 +102,18 @@ class CudaAttention:
 def _has_long_parts(batch: ForwardBatch) -> bool:
     """True if all rows are of long, contiguous parts of prompts."""
     return all(
-        s.rows >= LIBRARY_ROWS and s.positions is None and s.first_slot is not None and not s.left
-        for s in batch.segments
+        s.rows >= LIBRARY_ROWS and s.positions is None and s.ranges is not None and not s.left for s in batch.segments
     )
+
+
+def _in_one_piece(tensor: Tensor, segment: Segment, pool: KVPool) -> Tensor:
+    """Returns a segment's keys or values ``[kv_heads, keys, dim]`` of a layer; a view if they are contiguous."""
+    assert segment.ranges is not None
+    prefix, tokens, rest = segment.ranges
+    found = tensor[:, rest : rest + segment.keys - tokens]
+    if tokens:
+        return torch.cat((tensor[:, prefix : prefix + tokens], found), 1)
+    return found.contiguous() if _is_copied(segment, pool) else found
 
 
 def kind_of(batch: ForwardBatch) -> str:
@@ -113,8 +124,8 @@ def kind_of(batch: ForwardBatch) -> str:
 
 def _is_copied(segment: Segment, pool: KVPool) -> bool:
     """True if a segment's keys and values are copied from host memory before each layer's attention."""
-    first = segment.first_slot
-    return first is not None and first >= pool.first_overflow_slot and segment.rows > _IN_PLACE_ROWS
+    ranges = segment.ranges
+    return ranges is not None and ranges.rest >= pool.first_overflow_slot and segment.rows > _IN_PLACE_ROWS
 
 
 def build_index(batch: ForwardBatch) -> tuple[CudaIndex, ...]:
@@ -124,7 +135,7 @@ def build_index(batch: ForwardBatch) -> tuple[CudaIndex, ...]:
     """
 
     def copied_from(segment: Segment) -> int | None:
-        return segment.first_slot if _is_copied(segment, batch.pool) else None
+        return segment.ranges.rest if segment.ranges is not None and _is_copied(segment, batch.pool) else None
 
     return tuple(_index_of(batch, list(part)) for _, part in groupby(batch.segments, copied_from))
 
@@ -132,7 +143,8 @@ def build_index(batch: ForwardBatch) -> tuple[CudaIndex, ...]:
 def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
     """Describes consecutive segments of a batch.
 
-    If the keys of some segment are not contiguous, each key is listed by its slot, as a kernel page of one token.
+    If the keys of some segment are in more than two ranges, each key is listed by its slot, as a kernel page of one
+    token.
     """
     device, start, end = batch.tokens.device, segments[0].first_row, segments[-1].first_row + segments[-1].rows
 
@@ -146,12 +158,16 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
         max_q_len=max(s.rows for s in segments),
         max_kv_len=max(s.keys for s in segments),
     )
-    first = [s.first_slot for s in segments]
-    if _is_copied(segments[0], batch.pool):
-        assert first[0] is not None
-        return CudaIndex(at, int32([0] * len(first)), None, start, end, slice(first[0], first[0] + at.max_kv_len))
-    if None not in first:
-        return CudaIndex(at, int32([f for f in first if f is not None]), None, start, end)
+    ranges = [s.ranges for s in segments if s.ranges is not None]
+    if ranges and _is_copied(segments[0], batch.pool):
+        first = ranges[0].rest
+        return CudaIndex(at, int32([0] * len(segments)), None, start, end, slice(first, first + at.max_kv_len))
+    if len(ranges) == len(segments):
+        if not any(one.tokens for one in ranges):
+            return CudaIndex(at, int32([one.rest for one in ranges]), None, start, end)
+        if not batch.pool.max_window:
+            lowest = [s.start if s.positions is None else 0 for s in segments]
+            return _cascade_index(at, segments, split_at_shared(ranges, lowest), start, end)
     pages = torch.zeros(len(segments), at.max_kv_len, dtype=torch.int32, device=device)
     for line, segment in zip(pages, segments, strict=True):
         if segment.slots is not None:
@@ -160,6 +176,40 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
             there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
             line[: segment.keys] = there.clamp_min(0)  # released keys are behind the window: the kernel skips them
     return CudaIndex(at, None, pages, start, end)
+
+
+def _cascade_index(
+    at: AttentionRows, segments: list[Segment], ranges: list[KeyRanges], start: int, end: int
+) -> CudaIndex:
+    """Describes segments of which some have a prefix; ``at`` describes them without regard to prefixes."""
+    device, rows = at.kv_lens.device, [s.rows for s in segments]
+    tokens = torch.tensor([one.tokens for one in ranges], dtype=torch.int32, device=device)
+    assert at.positions is not None
+    behind = replace(
+        at,
+        kv_lens=at.kv_lens - tokens,
+        positions=at.positions - tokens.repeat_interleave(torch.tensor(rows, device=device), output_size=end - start),
+        max_kv_len=max(s.keys - one.tokens for s, one in zip(segments, ranges, strict=True)),
+    )
+    first_slot = torch.tensor([one.rest for one in ranges], dtype=torch.int32, device=device)
+    prefix = index_prefixes(group_by_prefix(ranges, rows), device)
+    return CudaIndex(behind, first_slot, None, start, end, prefix=prefix)
+
+
+def index_prefixes(groups: list[PrefixGroup], device: torch.device) -> PrefixIndex:
+    """Describes the prefixes of consecutive rows to the kernels. Every row sees its whole prefix."""
+    starts, last = [0], list[int]()
+    for group in groups:
+        starts.append(starts[-1] + group.rows)
+        last += [max(0, group.tokens - 1)] * group.rows
+    rows = AttentionRows(
+        qo_indptr=torch.tensor(starts, dtype=torch.int32, device=device),
+        kv_lens=torch.tensor([group.tokens for group in groups], dtype=torch.int32, device=device),
+        positions=torch.tensor(last, dtype=torch.int32, device=device),
+        max_q_len=max(group.rows for group in groups),
+        max_kv_len=max(group.tokens for group in groups),
+    )
+    return PrefixIndex(rows, torch.tensor([group.slot for group in groups], dtype=torch.int32, device=device))
 
 
 def make_cuda_attention(

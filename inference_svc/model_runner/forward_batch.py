@@ -19,7 +19,7 @@ from kvkernels.device.visible_devices import device_of
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import KEY_BLOCK, UNMAPPED, BlockTable
+from inference_svc.kv_pool.block_table import KEY_BLOCK, UNMAPPED, BlockTable, KeyRanges
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
@@ -137,6 +137,7 @@ class Segment:
     """Rows of one slice and their keys; at most SEGMENT_ROWS, or DEVICE_SEGMENT_ROWS on a device.
 
     The rows see ``keys`` keys. Attention computes with ``padded`` keys, of which a mask hides the additional ones.
+    ``ranges`` has the slots of the keys if all rows are behind the prefix of at most two ranges.
     """
 
     first_row: int
@@ -149,6 +150,7 @@ class Segment:
     slots: Tensor | None  # [padded] if the slots of the keys are not contiguous
     left: int = 0  # leading keys whose blocks were released; no row sees them
     adapter: LoraAdapter | None = None
+    ranges: KeyRanges | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
@@ -157,7 +159,8 @@ class CudaIndex:
     """Rows and key locations of a batch, or of a part of it, on a CUDA device; the same for all layers.
 
     ``rows`` are the batch's rows from ``first_row`` to ``end_row`` (None: the last). ``copied`` is the range of slots
-    whose keys and values are copied to device memory before each layer's attention, which then sees the copy.
+    whose keys and values are copied to device memory before each layer's attention, which then sees the copy. With
+    ``prefix``, ``rows`` and ``first_slot`` describe the keys behind the prefixes.
     """
 
     rows: AttentionRows
@@ -166,6 +169,15 @@ class CudaIndex:
     first_row: int = 0
     end_row: int | None = None
     copied: slice | None = None
+    prefix: PrefixIndex | None = None
+
+
+@dataclass(frozen=True)
+class PrefixIndex:
+    """Prefixes of a part of a batch; to the kernels, all rows with the same prefix are one sequence."""
+
+    rows: AttentionRows
+    first_slot: Tensor
 
 
 @dataclass(frozen=True)
@@ -301,7 +313,7 @@ def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
         slots = None if whole.slots is None else whole.slots[:padded]
         end, first = position + 1, whole.first_slot
         segments.append(
-            Segment(at, 1, position, None, end, padded, first, slots, left=whole.left, adapter=whole.adapter)
+            Segment(at, 1, position, None, end, padded, first, slots, whole.left, whole.adapter, whole.ranges)
         )
     return replace(
         batch,
@@ -343,7 +355,10 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
 
     Each sees the keys up to its last position.
     """
-    out, first_slot = [], span.table.first_slot
+    out, first_slot, ranges = [], span.table.first_slot, span.table.key_ranges
+    lowest = span.start if span.positions is None else int(span.positions[0])
+    if ranges is not None and lowest < ranges.tokens:
+        ranges = None
     most = SEGMENT_ROWS if device.type == "cpu" else DEVICE_SEGMENT_ROWS
     for at in range(0, len(span.tokens), most):
         count = min(most, len(span.tokens) - at)
@@ -360,5 +375,5 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
             slots = torch.from_numpy(np.concatenate((there, padding))).to(device)
         positions = None if part is None else torch.from_numpy(part).to(device)
         row, start, left = first_row + at, span.start + at, span.table.num_released
-        out.append(Segment(row, count, start, positions, keys, padded, first, slots, left, span.adapter))
+        out.append(Segment(row, count, start, positions, keys, padded, first, slots, left, span.adapter, ranges))
     return out

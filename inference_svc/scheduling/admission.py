@@ -198,6 +198,8 @@ class Admission:
         spare = ahead if free_pages - own - ahead // PAGE_TOKENS >= max(leave, plenty) else 0
         if not crosses and self._blocks.adopt(sequence, source, needed + spare):
             return True
+        if not crosses and self._blocks.share_range(sequence, source, needed + spare):
+            return True
         if not self._pool.attends_by_pages and self._blocks.copy(sequence, source, needed + spare):
             return True
         if source.tokens and not crosses and self._blocks.share(sequence, source, needed):

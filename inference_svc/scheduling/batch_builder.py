@@ -134,7 +134,9 @@ class BatchBuilder:
                     trees[len(batch.slices)] = draft
             batch.slices.append((sequence, piece))
         self._add_branches(batch.slices, trees)
-        batch.slices.sort(key=lambda one: one[0].cache_scope.adapter)  # rows of one adapter are contiguous
+        # Rows of one adapter are contiguous, and so are rows with the same prefix in a pool that reads it only once.
+        by_prefix = self._pool.merges_ranges
+        batch.slices.sort(key=lambda one: (one[0].cache_scope.adapter, one[1].table.ranges[0] if by_prefix else ()))
         return batch
 
     def _add_branches(self, slices: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:

@@ -13,6 +13,9 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache
 from inference_svc.sequence.sequence import Sequence
 
+# A device copies shorter prefixes: attention over a second range takes two more launches for each layer.
+_MIN_RANGE_TOKENS = 1024
+
 
 @dataclass(frozen=True)
 class PrefixSource:
@@ -82,6 +85,26 @@ class CopyOnWrite:
         sequence.kv.attach(table)
         self._pool.copy(source_table, table, shared, end)
         self.begin(sequence, PrefixSource(end, source.cached, source.running))
+        return True
+
+    def share_range(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
+        """Shares the whole blocks of the prefix that are in one range, and continues in another one."""
+        if not self._pool.merges_ranges or source.tokens < _MIN_RANGE_TOKENS:
+            return False
+        from_table = source.table
+        shared = min(source.tokens // PAGE_TOKENS, from_table.ranges[0][1]) * PAGE_TOKENS
+        if shared < _MIN_RANGE_TOKENS:
+            return False
+        own = self._pool.allocate_contiguous(wanted - shared)
+        if own is None:
+            return False
+        table = self._pool.share(from_table, shared)
+        table.ranges += own.ranges
+        sequence.kv.attach(table)
+        self._pool.copy(from_table, table, shared, source.tokens)
+        if source.cached is not None:
+            self._prefix_cache.touch(source.cached)
+        self.begin(sequence, source)
         return True
 
     def copy(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:

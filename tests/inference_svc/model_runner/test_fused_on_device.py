@@ -13,11 +13,14 @@ from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.device.visible_devices import device_of
 
 from inference_svc.engine.engine import Engine
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.host_overflow import HostOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner import cuda_attention
-from inference_svc.model_runner.forward_batch import CudaIndex
+from inference_svc.model_runner import cuda_attention, cuda_graphs
+from inference_svc.model_runner.cuda_graphs import CudaGraphs
+from inference_svc.model_runner.forward_batch import CudaIndex, SequenceSlice
 from inference_svc.models import fused_layer_weights, loader
+from inference_svc.scheduling import copy_on_write
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server import pool_builder
 from tests.inference_svc.engine.test_exactness import prompt
@@ -90,6 +93,34 @@ def test_fused_layers_order_all_their_accesses(
     kinds = {name.rsplit("_bf16", 1)[0] for name in device.launched}
     assert kinds >= {"add_norm", "rope", "silu_and_mul"}, kinds
     assert any(kind.startswith("attention") for kind in kinds)
+
+
+def test_running_sequences_share_a_prefix_that_attention_reads_once(
+    device: SimulatedDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, three others that begin with it beside one that does not, and the next turns of two of them."""
+    first, free = prompt(1, 150), list[int]()
+    beside = [first + prompt(n, 9 + n) for n in (2, 3, 4)]
+    asked = [[first], [*beside, prompt(5, 40)], [beside[0] + prompt(6, 20), beside[1] + prompt(7, 30)]]
+
+    class Watched(CudaGraphs):
+        def serves(self, spans: list[SequenceSlice]) -> bool:
+            free.append(self._pool.free_pages)
+            return super().serves(spans)
+
+    monkeypatch.setattr(cuda_graphs, "CudaGraphs", Watched)
+    kernels, lowest, found = SimulatedKernels(device, library()), list[int](), list[list[list[int]]]()
+    for least, prefixes in ((1024, {0}), (96, {0, 1, 2})):
+        monkeypatch.setattr(copy_on_write, "_MIN_RANGE_TOKENS", least)
+        engine = made(folder, device.torch, kernels, monkeypatch, 2048)
+        found.append(answers(engine, asked, 6))
+        assert engine._core._graphs is not None
+        assert {bucket.prefixes for bucket in engine._core._graphs._recorded} == prefixes
+        lowest.append(min(free))
+        free.clear()
+    assert found[0] == found[1]
+    shared = len(first) // PAGE_TOKENS
+    assert lowest[1] - lowest[0] >= 3 * shared, "each of three sequences has a copy of the prefix, or shares it"
 
 
 def test_a_context_beyond_the_pool_is_read_from_host_memory(
