@@ -160,7 +160,10 @@ class _PrefixBuffer:
 
 
 class _StepKeys(NamedTuple):
-    """Slots of the keys of a step's sequences, and the groups of its rows with the same prefix, padding included."""
+    """Slots of the keys of a step's sequences, and the groups of its rows with the same prefix.
+
+    Padding rows belong to the last group.
+    """
 
     bucket: _Bucket
     ranges: list[KeyRanges]
@@ -173,8 +176,7 @@ class _StepKeys(NamedTuple):
         sequences, most_keys = _power(len(spans), 1), _power(max(s.end for s in spans), _MIN_KEYS)
         if not any(one.tokens for one in ranges):
             return cls(_Bucket(sequences, most_keys, 0), ranges, [])
-        padding = [KeyRanges(0, 0, 0)] * (sequences - len(spans))
-        groups = group_by_prefix([*ranges, *padding], [1] * sequences)
+        groups = group_by_prefix(ranges, [1] * (len(spans) - 1) + [1 + sequences - len(spans)])
         return cls(_Bucket(sequences, most_keys, _power(len(groups), 1)), ranges, groups)
 
 
