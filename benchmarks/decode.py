@@ -82,11 +82,11 @@ def _wait(device: torch.device) -> None:
         device_of(device).synchronize()
 
 
-def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:
+def measure_ours(node: Node, prompts: list[list[int]], length: int, skip_cache: bool = True) -> float:
     """Return the tokens per second of a real worker over gRPC, while all sequences decode together."""
 
     def one(prompt: list[int]) -> list[float]:
-        parts = node.client().stream(prompt, max_tokens=length, temperature=0, ignore_eos=True, skip_cache=True)
+        parts = node.client().stream(prompt, max_tokens=length, temperature=0, ignore_eos=True, skip_cache=skip_cache)
         return [time.perf_counter() for part in parts for _ in part.token_ids]
 
     with ThreadPoolExecutor(len(prompts)) as pool:

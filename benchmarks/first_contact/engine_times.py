@@ -82,17 +82,18 @@ def _measure(device: ContactDevice, rows: RowFile, model: str, rates: KernelTime
         "log_level": "info",
     }
     tokens = 4096 if on_gpu else 256
-    arena = max(512 << 20, 2 * _REPEATS * tokens * size.kv_bytes_per_token)
+    arena = max(512 << 20, (2 * _REPEATS + 1) * tokens * size.kv_bytes_per_token)
     with Node(model, worker_flags=flags, arena_bytes=str(arena), pool_bytes="1GiB") as node, log_printed(node):
         node.client().generate(prompt(0, 32), max_tokens=4, deadline=100)  # warm-up
-        for batch in (1, 8):
-            prompts = [prompt(i, context) for i in range(batch)]
-            decode.measure_ours(node, prompts, 4)  # record the graph of this batch size
-            rate = report.median([decode.measure_ours(node, prompts, answer) for _ in range(_REPEATS)])
-            read = weight_bytes + batch * (context + answer // 2) * size.kv_bytes_per_token
+        for batch, shared in ((1, 0), (8, 0), (8, tokens)):
+            prompts, skip = [prompt(99, shared) + prompt(i, context) for i in range(batch)], not shared
+            decode.measure_ours(node, prompts, 4, skip)  # record the graph of this batch size
+            rate = report.median([decode.measure_ours(node, prompts, answer, skip) for _ in range(_REPEATS)])
+            read = weight_bytes + (shared + batch * (context + answer // 2)) * size.kv_bytes_per_token
             least = decode.bound_seconds(read, 2.0 * batch * size.weights, rates.bandwidth, rates.products)
             bound = batch / least
-            rows.measured(f"{name}: decode of {batch}", f"{rate:.0f} tokens/s", f"bound {bound:.0f}", rate / bound)
+            case = f"{name}: decode of {batch}" + (f" with the same {shared} tokens" if shared else "")
+            rows.measured(case, f"{rate:.0f} tokens/s", f"bound {bound:.0f}", rate / bound)
         cold, hit, parts = [], [], []
         for i in range(_REPEATS):
             ids = prompt(50 + i, tokens)
