@@ -231,6 +231,7 @@ class TombstoneApplier:
                 if again:
                     epoch = new_epoch(deletion=True)
                     self._epochs.record_own_deletion(owner, epoch)
+                    del self._written_back[owner]  # if the write fails, the next attempt writes the same epoch
                 name = (
                     self._tier.key_schema.tenant_epoch_key(owner) if owner else self._tier.key_schema.global_epoch_key
                 )

@@ -13,6 +13,7 @@ from benchmarks.condition_wait import until_async
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import deletion_epochs as store_marks
 from cache_daemon.remote import tombstone_sync
+from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
 from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
@@ -128,6 +129,37 @@ async def test_a_node_that_did_a_deletion_keeps_what_came_after_it() -> None:
             while (await b.ask(prompt(3, 7), SALT))[0] != 3 * CHUNK:
                 await a.bench.found(prompt(3, 7), salt=SALT)
                 await a.sent()
+
+
+async def test_a_new_deletion_that_cannot_be_written_is_tried_again_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that finds its deletion lost again writes a new one, and each attempt would make another."""
+    made: list[bytes] = []
+    engine, attempts = InMemoryBackend(), 0
+
+    def counted(*, deletion: bool) -> bytes:
+        made.append(new_epoch(deletion=deletion))
+        return made[-1]
+
+    monkeypatch.setattr(tombstone_sync, "new_epoch", counted)
+    async with node(engine) as a:
+        await a.share(IDS, SALT)
+        await delete(a, "tenant")
+        engine.values.clear()
+        await until_async(lambda: a.stats.remote_restored_deletions == 1, SOON)
+        assert not made
+
+        async def refused(*_: object) -> None:
+            nonlocal attempts
+            attempts += bool(made)
+            raise RemoteFailed("the disk of the server is full")
+
+        monkeypatch.setattr(engine, "put_many", refused)
+        engine.values.clear()
+        await until_async(lambda: attempts >= 3, SOON)
+        monkeypatch.undo()
+        await until_async(lambda: a.stats.remote_restored_deletions == 2, SOON)
+        assert len(made) == 1
+        assert made[0] in {value for value, _ in engine.values.values()}
 
 
 def test_nodes_that_disagree_which_deletion_is_later_end_by_a_new_one() -> None:
