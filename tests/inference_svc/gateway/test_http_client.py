@@ -138,6 +138,9 @@ def test_what_is_no_gateway_is_said_to_be_none(sent: bytes, said: str) -> None:
         (b'data: {"error": {"message": "too much"}}\n\n', "too much"),
         (b"data: nonsense\n\n", "nothing that a gateway says"),
         (b"data: 5\n\n", "nothing that a gateway says"),
+        (b'data: {"choices": null}\n\n', "broke off"),
+        (b'data: {"choices": [5]}\n\n', "nothing that a gateway says"),
+        (b'data: {"choices": {"text": "a"}}\n\n', "nothing that a gateway says"),
     ],
 )
 def test_an_answer_that_is_cut_or_none_is_said_to_be(events: bytes, said: str) -> None:

@@ -137,7 +137,7 @@ def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
         if data == "[DONE]":
             return
         event = _event(data)
-        for choice in event.get("choices", ()):
+        for choice in event.get("choices") or ():
             text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             finish = choice.get("finish_reason") or finish
             if text:
@@ -158,7 +158,8 @@ def _event(data: str) -> dict[str, Any]:
         found = json.loads(data)
     except ValueError:
         found = None
-    if not isinstance(found, dict):
+    choices = found.get("choices") or [] if isinstance(found, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise KVSidecarError(f"it answers {data[:80]!r}, and nothing that a gateway says")
     if "error" in found:
         error = found["error"]
