@@ -1,12 +1,13 @@
 """Fixtures of the CUDA emulator, which is the CUDA sources compiled for the CPU."""
 
 import ctypes
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvkernels.cuda import emulator
+from kvkernels.cuda import cuda_sources, emulator
 from kvkernels.cuda.cuda_library import SharedLibrary
 
 from tests.kvkernels.doubles.card import A100, V100, Card
@@ -61,6 +62,21 @@ def library(**kind: bool) -> Emulated:
     if emulator.compiler() is None:
         pytest.skip("no C++ compiler to build the CUDA emulator with")
     return Emulated(emulator.build(**kind), V100 if kind.get("volta") else A100)
+
+
+def plant(folder: Path, file: str, right: str, wrong: str, kernels: str) -> None:
+    """Copy the emulator's sources to ``folder`` with a bug: ``wrong`` replaces ``right``, which occurs once in a file.
+
+    ``kernels`` is the only file of kernels that stays in the copy. The others take two thirds of a build.
+    """
+    for part in ("cuda", "emulator"):
+        shutil.copytree(cuda_sources.folder() / part, folder / part)
+    broken, program = folder / "cuda" / file, folder / "emulator" / "emulator.cpp"
+    text = broken.read_text()
+    assert text.count(right) == 1, "what the bug replaces has changed: plant it anew"
+    broken.write_text(text.replace(right, wrong))
+    lines = program.read_text().splitlines(keepends=True)
+    program.write_text("".join(line for line in lines if "../cuda/" not in line or kernels in line))
 
 
 @pytest.fixture

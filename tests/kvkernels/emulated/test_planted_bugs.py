@@ -1,6 +1,5 @@
 """Tests of the tests: typical GPU bugs are planted, and the suite must detect them."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from kvkernels import awq_layout
-from kvkernels.cuda import awq_gemm, cuda_sources, emulator
+from kvkernels.cuda import awq_gemm, emulator
 from kvkernels.cuda.cuda_library import KernelLaunchError
 
-from tests.kvkernels.emulated.conftest import SCHEDULES, Emulated
+from tests.kvkernels.emulated.conftest import SCHEDULES, Emulated, plant
 from tests.kvkernels.emulated.oracle import Case
 from tests.kvkernels.emulated.test_awq_gemm import layer
 from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
@@ -144,20 +143,14 @@ BUGS = (
 )
 
 
-def planted(bug: Bug, folder: Path) -> Emulated:
-    for part in ("cuda", "emulator"):
-        shutil.copytree(cuda_sources.folder() / part, folder / part)
-    path = folder / "cuda" / bug.file
-    text = path.read_text()
-    assert text.count(bug.right) == 1, "what the bug replaces has changed: plant it anew"
-    path.write_text(text.replace(bug.right, bug.wrong))
-    return Emulated(emulator.build(folder, fewest=True))
+KERNELS = {attends: "attention.cu", multiplies: "awq_gemm.cu"}
 
 
 @pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler to build the CUDA emulator with")
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_suite_sees(bug: Bug, tmp_path: Path) -> None:
-    broken = planted(bug, tmp_path)
+    plant(tmp_path, bug.file, bug.right, bug.wrong, KERNELS[bug.seen_by])
+    broken = Emulated(emulator.build(tmp_path, fewest=True))
     with pytest.raises(KernelLaunchError if bug.says else AssertionError, match=bug.says or None):
         bug.seen_by(broken)
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvkernels.cuda import cuda_sources, emulator
+from kvkernels.cuda import emulator
+
+from tests.kvkernels.emulated.conftest import plant
 
 
 def runtime() -> str | None:
@@ -41,12 +43,9 @@ def test_kernels_stay_inside_their_memory() -> None:
 
 
 def test_a_read_out_of_bounds_is_named(tmp_path: Path) -> None:
-    for part in ("cuda", "emulator"):
-        shutil.copytree(cuda_sources.folder() / part, tmp_path / part)
-    path = tmp_path / "cuda" / "attention.cu"
-    right = "const bool valid = m < packed;"
-    assert path.read_text().count(right) == 1, "what the bug replaces has changed: plant it anew"
-    path.write_text(path.read_text().replace(right, "const bool valid = true;"))
+    plant(
+        tmp_path, "attention.cu", "const bool valid = m < packed;", "const bool valid = true;", kernels="attention.cu"
+    )
     done = run(emulator.build(tmp_path, sanitize=True, fewest=True), "--few")
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
