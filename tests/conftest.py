@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import httpx
 import hypothesis
 import pytest
 import structlog
 from kvkernels.cpu import cpu_build
+from kvsidecar.process.fast_import import gc_paused
 
 from benchmarks.node import Node, Process
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
@@ -55,6 +57,18 @@ def pytest_configure(config: pytest.Config) -> None:
     strict = config.getoption("--strict-skips")
     if strict is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipPolicy(allowed_skips() if strict == "allowed" else []))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collection, and exclude the collected objects from later ones.
+
+    There are a million of them, all of which stay alive.
+    """
+    with gc_paused():
+        collected = yield
+    gc.freeze()
+    return collected
 
 
 def pytest_report_header() -> str:
