@@ -43,7 +43,7 @@ TEST_FLAGS     ?=
 test: setup  ## Run the tests
 	@failed=0; export OMP_WAIT_POLICY=PASSIVE; set -x; \
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m 'not alone' $(TEST_FLAGS) || failed=1; \
-	$(BIN)/python -m pytest -q -m alone $(TEST_FLAGS) || failed=1; \
+	$(BIN)/python -m pytest -q -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests) $(TEST_FLAGS) || failed=1; \
 	exit $$failed
 
 flaky: setup  ## List the tests that may fail once, why and since when
