@@ -256,8 +256,8 @@ class Supervisor:
                 log.error("the runtime folder was deleted and cannot be made again", error=str(error))
 
     async def _end_all(self) -> None:
-        for child in reversed(self._children):
-            await child.terminate()
+        for role in ("gateway", "worker", "daemon"):
+            await asyncio.gather(*(child.terminate() for child in self._children if child.name.startswith(role)))
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)

@@ -230,6 +230,44 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
     assert asyncio.run(started()) == ["daemon", "worker-0", "worker-1", "gateway"]
 
 
+# A child that ends only when as many children of its kind have got SIGTERM, and then adds its kind to a file.
+_ENDING = """
+import signal, sys, time
+from pathlib import Path
+folder, kind, number, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+signalled = []
+signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
+(folder / f"up-{kind}-{number}").touch()
+while not signalled: time.sleep(0.02)
+(folder / f"{kind}-{number}").touch()
+while len(list(folder.glob(f"{kind}-*"))) < count: time.sleep(0.02)
+with (folder / "ended").open("a") as ended: print(kind, file=ended)
+"""
+
+
+def test_workers_end_together_after_the_gateway_and_before_the_daemon(tmp_path: Path) -> None:
+    """A drain takes seconds, and each of eight workers would wait for the one before."""
+
+    async def end() -> list[int | None]:
+        node = Supervisor(ServeConfig(model="demo", runtime_dir=tmp_path, drain_seconds=0), WorkerConfig(model="demo"))
+        kinds = {"daemon": 1, "worker": 2, "gateway": 1}
+        children = [
+            node._launch(f"{kind}-{i}", [sys.executable, "-c", _ENDING, str(tmp_path), kind, str(i), str(count)])
+            for kind, count in kinds.items()
+            for i in range(count)
+        ]
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("up-*"))) < len(children):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        node._stop.set()
+        await node._end_all()
+        return [child.process and child.process.returncode for child in children]
+
+    assert asyncio.run(end()) == [0, 0, 0, 0]
+    assert (tmp_path / "ended").read_text().split() == ["gateway", "worker", "worker", "daemon"]
+
+
 # A node whose workers never come to listen. A line on standard input starts its processes.
 _LOADING = """
 import asyncio, os, sys
