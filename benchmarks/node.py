@@ -132,6 +132,8 @@ class Node:
             ending = [process for name, process in self._processes.items() if (name == "a-daemon") == daemon]
             for process in ending:
                 process.terminate()
+                if not daemon:
+                    process.send_signal(signal.SIGINT)  # the second signal: no gateway needs to notice the end
             for process in ending:
                 try:
                     process.wait(60)

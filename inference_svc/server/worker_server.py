@@ -39,14 +39,14 @@ log = structlog.get_logger("worker")
 
 
 async def serve(config: WorkerConfig) -> None:
-    """Run a worker until SIGTERM or SIGINT, or until its engine stops.
+    """Run a worker until SIGTERM or SIGINT, or until its engine stops. A second signal ends its draining.
 
     If the engine stops, the process exits with EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported.
     """
     raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
-    stop = asyncio.Event()
-    stop_on_signals(stop)
+    stop, at_once = asyncio.Event(), asyncio.Event()
+    stop_on_signals(stop, at_once)
     disable_bars_off_terminal()
     if config.vllm_grpc:
         require_contract()
@@ -57,7 +57,7 @@ async def serve(config: WorkerConfig) -> None:
         runtime = await _build_or_exit(config, stop)
         try:
             if not stop.is_set():
-                await _serve(config, runtime, stop, providers)
+                await _serve(config, runtime, stop, at_once, providers)
         finally:
             await _close(runtime)
 
@@ -91,7 +91,13 @@ async def _build_or_exit(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
     return building.result()
 
 
-async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: OtelProviders | None) -> None:
+async def _serve(
+    config: WorkerConfig,
+    runtime: Runtime,
+    stop: asyncio.Event,
+    at_once: asyncio.Event,
+    providers: OtelProviders | None,
+) -> None:
     observer = OtelObserver(providers, runtime.engine.loaded.id) if providers is not None else NOOP
     service = InferenceService(runtime, observer)
     others = (vllm_listener(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
@@ -108,6 +114,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
         lambda server: add_InferenceServiceServicer_to_server(service, server),
         lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else config.drain_seconds,
         health,
+        at_once,
     ) as addresses:
         if config.metrics_port:
             serve_metrics(runtime, config.metrics_port, config.metrics_host)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 import grpc
+import pytest
 from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.net.channel import channel
-from kvsidecar.net.grpc_server import Endpoint, Listener, serve_endpoint, serve_listeners
+from kvsidecar.net.grpc_server import Endpoint, Listener, serve_endpoint, serve_listeners, stop_on_signals
 
 from tests.kvsidecar.test_grpc_server import NAME, SERVING, health_at, name_at, naming
 
@@ -71,3 +74,20 @@ async def test_an_endpoint_that_nobody_calls_shuts_down_at_once(tmp_path: Path) 
         assert await health_at(address) == SERVING
         began = time.monotonic()
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("refuse_seconds", [60.0, 0.0])
+async def test_a_second_signal_ends_the_refusing_and_running_calls(tmp_path: Path, refuse_seconds: float) -> None:
+    hold, arrived, stop, at_once = asyncio.Event(), asyncio.Semaphore(0), asyncio.Event(), asyncio.Event()
+    stop_on_signals(stop, at_once)
+    endpoint = Endpoint(NAME, tmp_path / "s", refuse_seconds=refuse_seconds)
+    async with serve_endpoint(endpoint, naming(b"", hold, arrived), lambda: 60.0, at_once=at_once) as (address,):
+        running = asyncio.create_task(name_at(address))
+        await arrived.acquire()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        assert not at_once.is_set()
+        asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGINT)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await running
+    assert ended.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED

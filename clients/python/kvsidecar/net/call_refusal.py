@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
@@ -26,11 +27,12 @@ class CallRefusal(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._refusing, self._called_at = False, float("-inf")
 
-    async def refuse_for(self, seconds: float) -> None:
-        """Refuse calls, and return after ``seconds``; return at once if no call arrived recently."""
+    async def refuse_for(self, seconds: float, at_once: asyncio.Event) -> None:
+        """Refuse calls, and return after ``seconds`` or ``at_once``; return at once if no call arrived recently."""
         self._refusing = True
         if time.monotonic() - self._called_at < _RECENT_SECONDS:
-            await asyncio.sleep(seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(at_once.wait(), seconds)
 
     async def intercept_service(
         self,

@@ -132,9 +132,13 @@ async def serve_endpoint(
     add: Register,
     grace_seconds: Callable[[], float],
     health: health_aio.HealthServicer | None = None,
+    at_once: asyncio.Event | None = None,
 ) -> AsyncIterator[list[str]]:
-    """Serve at all addresses of an endpoint while the ``with`` block runs."""
-    health, refusal = health or health_aio.HealthServicer(), CallRefusal()
+    """Serve at all addresses of an endpoint while the ``with`` block runs.
+
+    ``at_once`` ends a shutdown's waiting: callers learn nothing more, and running calls are cancelled.
+    """
+    health, refusal, at_once = health or health_aio.HealthServicer(), CallRefusal(), at_once or asyncio.Event()
     listeners = [Listener(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
@@ -145,10 +149,10 @@ async def serve_endpoint(
     listeners += endpoint.others
     listeners = [replace(listener, interceptors=(refusal, *listener.interceptors)) for listener in listeners]
     limits = ListenerLimits(message_bytes=endpoint.max_message_bytes)
-    async with serve_listeners(endpoint.service, listeners, grace_seconds, limits, health) as addresses:
+    async with serve_listeners(endpoint.service, listeners, grace_seconds, limits, health, at_once) as addresses:
         yield addresses
         await health.enter_graceful_shutdown()
-        await refusal.refuse_for(endpoint.refuse_seconds)
+        await refusal.refuse_for(endpoint.refuse_seconds, at_once)
 
 
 @asynccontextmanager
@@ -158,14 +162,15 @@ async def serve_listeners(
     grace_seconds: Callable[[], float],
     limits: ListenerLimits = ListenerLimits(),
     health: health_aio.HealthServicer | None = None,
+    at_once: asyncio.Event | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serve at all listeners while the ``with`` block runs; yield their gRPC addresses.
 
     The addresses have the actual ports. All ports are bound before the first call is answered. On shutdown, all
-    listeners report NOT_SERVING and wait ``grace_seconds()`` for their calls; then the sockets are removed. A Unix
-    socket gets its mode before clients can connect. If its path is deleted, a second server listens at a new socket of
-    the same path, and the first server keeps its connections. ``health`` may have further names with their own states.
-    Raises ConfigurationError for an address that cannot be bound, and then leaves nothing open.
+    listeners report NOT_SERVING and wait ``grace_seconds()``, or until ``at_once``, for their calls; then the sockets
+    are removed. A Unix socket gets its mode before clients can connect. If its path is deleted, a second server listens
+    at a new socket of the same path, and the first server keeps its connections. ``health`` may have further names with
+    their own states. Raises ConfigurationError for an address that cannot be bound, and then leaves nothing open.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
@@ -202,7 +207,15 @@ async def serve_listeners(
         finally:
             await health.enter_graceful_shutdown()
             grace = grace_seconds()
+            ending = asyncio.create_task(_cancel_calls(servers, at_once)) if at_once is not None else None
             await asyncio.gather(*(server.stop(grace) for server in servers))
+            if ending is not None:
+                ending.cancel()
+
+
+async def _cancel_calls(servers: Sequence[grpc.aio.Server], at_once: asyncio.Event) -> None:
+    await at_once.wait()
+    await asyncio.gather(*(server.stop(None) for server in servers))
 
 
 def _listener_limits(listener: Listener, limits: ListenerLimits) -> ListenerLimits:
@@ -354,8 +367,14 @@ def _has_listener(path: Path) -> bool:
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """Set ``stop`` at SIGTERM and SIGINT. Call it on the loop's thread."""
+def stop_on_signals(stop: asyncio.Event, at_once: asyncio.Event | None = None) -> None:
+    """Set ``stop`` at SIGTERM and SIGINT, and ``at_once`` at a second one. Call it on the loop's thread."""
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set() and at_once is not None:
+            at_once.set()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal)
