@@ -39,12 +39,9 @@ def test_the_packages_are_found_from_the_clones_parent(installed: Path) -> None:
     run(str(installed / "bin" / "python"), "-c", "from kvsidecar import Client", folder=parent)
 
 
-def test_a_node_runs_from_the_clones_parent(installed: Path, tmp_path: Path) -> None:
-    assert "<title>" in serves(installed, installed.parent, tmp_path / "run")
-
-
 def test_no_process_of_a_node_imports_from_the_folder_that_it_is_started_in(installed: Path, tmp_path: Path) -> None:
-    """The folder contains a module that shadows a common import and ends its importer."""
+    """The folder contains the clone, and modules that shadow common imports and end their importer."""
+    (tmp_path / "kvsidecar").symlink_to(installed.parent / "kvsidecar")
     for name in ("structlog", "grpc", "inference_svc", "cache_daemon"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
     assert "<title>" in serves(installed, tmp_path, tmp_path / "run")
