@@ -127,28 +127,30 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
     assert not list((served.folder / "kvsidecar").glob("*.sock"))
 
 
-def test_a_node_for_all_addresses_says_one_that_can_be_opened(tmp_path: Path) -> None:
-    served = Served(tmp_path, workers=1, host="0.0.0.0")
+@pytest.fixture(scope="module")
+def for_all_addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    found = Served(tmp_path_factory.mktemp("a"), workers=1, host="0.0.0.0")
     try:
-        served.until(lambda: "demo is ready: " in served.text())
-        said = next(line for line in served.text().splitlines() if "demo is ready: " in line)
-        assert f"a page at http://localhost:{served.port}, OpenAI's API at http://localhost:{served.port}/v1 (" in said
-        assert f"it listens on 0.0.0.0:{served.port})" in said
-        assert f"from other machines http://{os.uname().nodename}:{served.port}/v1" in said
-        assert httpx.get(f"http://localhost:{served.port}/v1/models", timeout=10).status_code == 200
+        found.until(lambda: "demo is ready: " in (found.folder / "log").read_text())
+        yield found
     finally:
-        served.end()
+        found.end()
 
 
-def test_a_log_in_a_file_has_lines_of_json_alone(tmp_path: Path) -> None:
+def test_a_node_for_all_addresses_says_one_that_can_be_opened(for_all_addresses: Served) -> None:
+    served = for_all_addresses
+    said = next(line for line in served.text().splitlines() if "demo is ready: " in line)
+    assert f"a page at http://localhost:{served.port}, OpenAI's API at http://localhost:{served.port}/v1 (" in said
+    assert f"it listens on 0.0.0.0:{served.port})" in said
+    assert f"from other machines http://{os.uname().nodename}:{served.port}/v1" in said
+    assert httpx.get(f"http://localhost:{served.port}/v1/models", timeout=10).status_code == 200
+
+
+def test_a_log_in_a_file_has_lines_of_json_alone(for_all_addresses: Served) -> None:
     """Every process writes JSON, from the start to the end."""
-    served, log = Served(tmp_path, workers=1), tmp_path / "log"
-    try:
-        assert served.ask().status_code == 200
-        served.until(lambda: "demo is ready: " in log.read_text())
-    finally:
-        served.end()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert for_all_addresses.ask().status_code == 200
+    for_all_addresses.end()
+    lines = [json.loads(line) for line in (for_all_addresses.folder / "log").read_text().splitlines()]
     assert {"serve", "daemon", "worker-0", "gateway"} <= {line["logger"] for line in lines}
     assert all(line["event"] and line["level"] and line["timestamp"] for line in lines)
 
