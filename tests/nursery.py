@@ -7,6 +7,7 @@ for a worker; the nursery spends this time only once. Tests of the start itself 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -20,9 +21,12 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from kvsidecar.process.fast_import import gc_paused
+
 from tests import busy_machine
 
-# Modules that the main function of each package imports when it is called.
+# First the module with the main function, then modules that this function imports when it is called.
+_WORKER = ["inference_svc.__main__", "inference_svc.server.worker_config", "inference_svc.server.worker_server"]
 _IMPORTS = {
     "cache_daemon": [
         "cache_daemon.__main__",
@@ -30,11 +34,9 @@ _IMPORTS = {
         "cache_daemon.prefork_supervisor",
         "cache_daemon.server",
     ],
-    "inference_svc": [
-        "inference_svc.__main__",
-        "inference_svc.server.worker_config",
-        "inference_svc.server.worker_server",
-    ],
+    "inference_svc": _WORKER,
+    "tests.inference_svc.kernel_variant": ["tests.inference_svc.kernel_variant", "inference_svc.server.python_api"],
+    "tests.kvkernels.doubles.simulated_worker": ["tests.kvkernels.doubles.simulated_worker", *_WORKER],
 }
 _MESSAGE_BYTES = 1 << 20
 # A worker computes chunks that would be slower to load, and a fleet gateway prefers a node that answers in time. In
@@ -43,7 +45,7 @@ _PATIENT = {"worker": busy_machine.prefer_loads, "gateway": busy_machine.wait_fo
 
 
 class Nursery:
-    """Forks processes of one package. Thread-safe."""
+    """Forks processes of one program, a key of ``_IMPORTS``. Thread-safe."""
 
     def __init__(self, package: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,9 +118,9 @@ class Nursling:
 
 
 def _serve(package: str, descriptor: int) -> None:
-    for name in _IMPORTS[package]:
-        importlib.import_module(name)
-    run = importlib.import_module(f"{package}.__main__").main
+    with gc_paused():
+        run, *_ = [importlib.import_module(name) for name in _IMPORTS[package]]
+    gc.freeze()  # otherwise each process collects all that was imported, and copies its pages
     with socket.socket(fileno=descriptor) as asking:
         while True:
             message, descriptors, *_ = socket.recv_fds(asking, _MESSAGE_BYTES, 1)
@@ -132,7 +134,7 @@ def _serve(package: str, descriptor: int) -> None:
             pid = os.fork()
             if not pid:
                 asking.close()
-                _become(run, request, descriptors[0])
+                _become(run.main, request, descriptors[0])
             os.close(descriptors[0])
             asking.send(json.dumps(pid).encode())
 

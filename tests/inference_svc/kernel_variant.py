@@ -10,16 +10,18 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from kvkernels.cpu import cpu_library
 from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar import keys
 
+from benchmarks.node import Node, Process, new_interpreter
 from inference_svc import Engine
 from tests import busy_machine
 from tests.inference_svc.engine.test_exactness import prompt
@@ -28,22 +30,36 @@ NONE, TOKENS, ANSWER = "none", 200, 4
 DTYPE = "bfloat16" if native_bfloat16() else "float32"
 
 
-def start(variant: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.inference_svc.kernel_variant", variant, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+@dataclass(frozen=True)
+class Run:
+    """A run of this program, whose output is in a file."""
+
+    process: Process
+    output: IO[str]
 
 
-def said(process: subprocess.Popen[str]) -> Any:
-    out, _ = process.communicate(timeout=400)
-    assert process.returncode == 0
-    return json.loads(out.splitlines()[-1])
+def start(variant: str, *arguments: str, **environment: str) -> Run:
+    """Start a run. One with an ``environment`` gets a new interpreter, because libraries read it while they load."""
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - said() closes it
+    launch = new_interpreter if environment else Node.launch
+    command = ["tests.inference_svc.kernel_variant", variant, *arguments]
+    return Run(launch(command, os.environ | environment, output.fileno()), output)
+
+
+def said(run: Run) -> Any:
+    code = run.process.wait(400)
+    with run.output as output:
+        output.seek(0)
+        text = output.read()
+    assert code == 0, text
+    return json.loads(text.splitlines()[-1])
 
 
 def prompts(name: str, count: int) -> list[list[int]]:
     return [prompt(int.from_bytes(name.encode()) + i, TOKENS) for i in range(count)]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("variant")
     parser.add_argument("--dtype", default=DTYPE)
@@ -52,7 +68,7 @@ def main() -> None:
     parser.add_argument("--read", nargs="*", default=[])
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--share-across-machines", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     usable = cpu_library.usable_variants()
     cpu_library.usable_variants = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
     shares = options.share_across_machines
@@ -61,7 +77,9 @@ def main() -> None:
         "demo", cache=options.cache, dtype=options.dtype, pool_bytes=64 << 20, resident_sequences=0,
         share_across_machines=shares, cache_timeout_ms=20_000,
     ) as engine:  # fmt: skip
-        print(json.dumps(_done(engine, options)))
+        done = _done(engine, options)
+    print(json.dumps(done))
+    return 0
 
 
 def _done(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
@@ -97,4 +115,4 @@ def _read(engine: Engine, stored: list[list[int]]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.node import Node, Process, new_interpreter
+from benchmarks.node import Node, Process
 from inference_svc.models.loader import load
-from tests import busy_machine
 from tests.inference_svc.gateway.conftest import of_node
 from tests.inference_svc.lora.random_adapters import linears, tensors, write
 from tests.inference_svc.models.test_real_models import smollm2  # noqa: F401
@@ -31,7 +30,7 @@ class DeviceNode(Node):
     def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
         if command[:2] == ["inference_svc", "worker"]:
             command = ["tests.kvkernels.doubles.simulated_worker", *command[1:], "--device", "sim:0"]
-        return new_interpreter(command, busy_machine.ENVIRONMENT | environment, log)
+        return Node.launch(command, environment, log)
 
 
 class Served:

@@ -58,7 +58,7 @@ def test_with_share_across_machines_workers_of_other_kernels_find_all(daemon: No
     assert read["read"]["any"]["hits"] == 3
 
 
-@pytest.mark.timeout(600)  # a process for each variant, and each imports torch
+@pytest.mark.timeout(600)  # a process for each variant
 def test_kernels_that_compute_other_keys_and_values_have_another_identity_and_equal_ones_have_one() -> None:
     found = {variant: said(start(variant)) for variant in VARIANTS}
     contents: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Worker process whose model, pool and chunk copies are on a simulated device: ``python -m`` this module, ``worker``.
+"""Worker process whose model, pool and chunk copies are on a simulated device.
 
 The worker is the real one. Only the device behind the device port and the kernels behind the dispatch are doubles, and
 ``--device`` accepts the device's name.
@@ -6,16 +6,14 @@ The worker is the real one. Only the device behind the device port and the kerne
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from kvkernels import dispatch
 
-from inference_svc.__main__ import main
+from inference_svc.__main__ import main as worker_main
 from inference_svc.models import loader
 from inference_svc.server import preflight
-from tests import busy_machine
 from tests.kvkernels.device.simulated_device import SimulatedDevice
 from tests.kvkernels.device.simulated_stream import Schedule
 from tests.kvkernels.device.simulated_tensor import add_simulated_device
@@ -34,7 +32,6 @@ def install() -> None:
     any_preflight.check_device = lambda name: None
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> int:
     install()
-    busy_machine.prefer_loads()
-    sys.exit(main())
+    return worker_main(arguments)
