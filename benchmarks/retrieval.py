@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from kvsidecar import Client
+from kvsidecar.client import Completion
 from kvsidecar.models.catalogue import DEFAULT
 from rich.progress import Progress
 
@@ -44,13 +45,14 @@ def retrieved(tokenizer: Any, tokens: int, rng: random.Random) -> list[str]:
     return [tokenizer.decode(ids["input_ids"][at : at + tokens]).strip() for at in starts]
 
 
-def agreements(client: Client, asked: list[dict[str, str]], answer: Sequence[int]) -> list[bool]:
-    """Return for each token of a full prefill's greedy answer whether reuse predicts it after the tokens before it."""
+def agreements(client: Client, asked: list[dict[str, str]], first: Completion, answer: Sequence[int]) -> list[bool]:
+    """Return for each token of a full prefill's greedy answer whether reuse predicts it after the tokens before it.
+
+    ``first`` is the answer with reuse to the prompt itself.
+    """
     ids = client.tokenize(asked)
-    return [
-        list(client.generate([*ids, *answer[:before]], max_tokens=1, temperature=0).token_ids) == [token]
-        for before, token in enumerate(answer)
-    ]
+    later = (client.generate([*ids, *answer[:before]], max_tokens=1, temperature=0) for before in range(1, len(answer)))
+    return [list(found.token_ids) == [token] for found, token in zip((first, *later), answer, strict=False)]
 
 
 def messages(texts: list[str], order: int) -> list[dict[str, str]]:
@@ -91,7 +93,7 @@ def measure(
         asked = messages(texts, order)
         cold.append(client.generate(asked, max_tokens=options.answer_tokens, temperature=0, skip_cache=True))
         warm.append(client.generate(asked, max_tokens=1, temperature=0))
-        same.append(agreements(client, asked, cold[-1].token_ids))
+        same.append(agreements(client, asked, warm[-1], cold[-1].token_ids))
         progress.advance(orders)
     prompt, cached, again = (
         sum(getattr(one, name) for one in warm) for name in ("prompt_tokens", "cached_tokens", "recomputed_tokens")
