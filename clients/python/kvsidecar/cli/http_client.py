@@ -156,15 +156,19 @@ def _event(data: str) -> dict[str, Any]:
     """Decode an event. Raises KVSidecarError for an error event, and for an invalid event."""
     try:
         found = json.loads(data)
+        valid = isinstance(found, dict) and _are_choices(found.get("choices") or [])
     except ValueError:
-        found = None
-    choices = found.get("choices") or [] if isinstance(found, dict) else None
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        valid = False
+    if not valid:
         raise KVSidecarError(f"it answers {data[:80]!r}, and nothing that a gateway says")
     if "error" in found:
         error = found["error"]
         raise KVSidecarError(str(error.get("message", error) if isinstance(error, dict) else error))
-    return found
+    return dict(found)
+
+
+def _are_choices(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(choice, dict) for choice in found)
 
 
 def _completion(text: str, finish: str, usage: Mapping[str, Any], timings: dict[str, float]) -> Completion:
