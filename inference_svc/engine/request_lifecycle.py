@@ -209,7 +209,7 @@ class RequestFinisher:
             self._pool.free(copy)
             return False
         copy.first_valid_token = table.first_valid_token
-        self._pool.copy_in_pieces(table, copy, tokens)
+        self._pool.copy_in_pieces(table, copy, 0, tokens)
         self.free_pages(sequence)
         self._insert(sequence, tokens, copy)
         return True

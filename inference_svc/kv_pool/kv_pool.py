@@ -149,10 +149,10 @@ class KVPool(BlockAllocator):
         else:
             self.copy_scattered(source.slots(start, end), target.slots(start, end))
 
-    def copy_in_pieces(self, source: BlockTable, target: BlockTable, tokens: int) -> None:
-        """Copies the first ``tokens`` tokens between the pool and its overflow, with little memory for each copy."""
-        for at in range(0, tokens, _COPIED_TOKENS):
-            self.copy(source, target, at, min(at + _COPIED_TOKENS, tokens))
+    def copy_in_pieces(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
+        """Copies like ``copy``, with little memory for each piece."""
+        for at in range(start, end, _COPIED_TOKENS):
+            self.copy(source, target, at, min(at + _COPIED_TOKENS, end))
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
         """Copies ``count`` contiguous slots."""

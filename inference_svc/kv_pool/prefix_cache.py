@@ -130,13 +130,16 @@ class PrefixCache:
         """Removes an entry; the caller owns its blocks."""
         return self._entries.pop(id(entry)).table
 
-    def evict(self, in_overflow: bool = False) -> bool:
-        """Frees the least recently used entry, of the overflow if ``in_overflow``; False if there is no entry."""
-        key = next((key for key, entry in self._entries.items() if entry.table.in_overflow == in_overflow), None)
-        if key is None:
-            return False
-        self._drop(key)
-        return True
+    def evict(self, in_overflow: bool = False, keep: CachedSequence | None = None) -> bool:
+        """Frees the least recently used entry, of the overflow if ``in_overflow``, but not ``keep``.
+
+        False if there is no such entry.
+        """
+        for key, entry in self._entries.items():
+            if entry.table.in_overflow == in_overflow and entry is not keep:
+                self._drop(key)
+                return True
+        return False
 
     @property
     def available_overflow_tokens(self) -> int:

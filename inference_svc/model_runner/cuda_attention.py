@@ -12,8 +12,8 @@ several times over the link, so each layer's keys and values are copied to devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import chain, groupby
 
 import numpy as np
 import structlog
@@ -24,7 +24,7 @@ from kvkernels.cuda.kernel_select import supports
 from kvkernels.device.visible_devices import device_of, is_device
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, KeyRanges
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.engine_lost import check_device
@@ -34,6 +34,9 @@ from inference_svc.model_runner.shared_prefix import PrefixGroup, group_by_prefi
 KINDS = ("decode", "prefill", "scattered")
 # PyTorch's kernel takes one sequence, so calls for short parts of many prompts cost more than our one launch.
 LIBRARY_ROWS = 128
+# PyTorch's kernel takes contiguous keys, so keys in two ranges are copied for each layer. With 8 heads of 128 channels,
+# so many keys and values have 128 MiB; the memory plan has no room for much more.
+_COPIED_KEYS = 32 * 1024
 _TRIAL_ROWS, _TRIAL_KEYS = LIBRARY_ROWS, 320
 # With more rows than this, keys in host memory are copied first. A tile of our kernel has 64 query heads, so up to this
 # many rows read a key once if a key head has at most 8 query heads.
@@ -100,9 +103,14 @@ class CudaAttention:
 
 
 def _has_long_parts(batch: ForwardBatch) -> bool:
-    """True if all rows are of long, contiguous parts of prompts."""
+    """True if all rows are of long parts of prompts, whose keys are contiguous or may be copied."""
     return all(
-        s.rows >= LIBRARY_ROWS and s.positions is None and s.ranges is not None and not s.left for s in batch.segments
+        s.rows >= LIBRARY_ROWS
+        and s.positions is None
+        and s.ranges is not None
+        and (not s.ranges.tokens or s.keys <= _COPIED_KEYS)
+        and not s.left
+        for s in batch.segments
     )
 
 
@@ -147,27 +155,26 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
     token.
     """
     device, start, end = batch.tokens.device, segments[0].first_row, segments[-1].first_row + segments[-1].rows
-
-    def int32(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    at = AttentionRows(
-        qo_indptr=int32([*(s.first_row - start for s in segments), end - start]),
-        kv_lens=int32([s.keys for s in segments]),
-        positions=batch.positions[start:end].to(torch.int32),
-        max_q_len=max(s.rows for s in segments),
-        max_kv_len=max(s.keys for s in segments),
-    )
     ranges = [s.ranges for s in segments if s.ranges is not None]
-    if ranges and _is_copied(segments[0], batch.pool):
-        first = ranges[0].rest
-        return CudaIndex(at, int32([0] * len(segments)), None, start, end, slice(first, first + at.max_kv_len))
-    if len(ranges) == len(segments):
-        if not any(one.tokens for one in ranges):
-            return CudaIndex(at, int32([one.rest for one in ranges]), None, start, end)
-        if not batch.pool.max_window:
-            lowest = [s.start if s.positions is None else 0 for s in segments]
-            return _cascade_index(at, segments, split_at_shared(ranges, lowest), start, end)
+    if len(ranges) < len(segments) or (batch.pool.max_window and any(one.tokens for one in ranges)):
+        ranges = []
+    elif any(one.tokens for one in ranges):
+        ranges = split_at_shared(ranges, [s.start if s.positions is None else 0 for s in segments])
+    prefixes, rows = [one.tokens for one in ranges] or [0] * len(segments), [s.rows for s in segments]
+    lengths, copied = [s.keys - n for s, n in zip(segments, prefixes, strict=True)], _is_copied(segments[0], batch.pool)
+    qo_indptr, kv_lens, first_slot = _int32(
+        device,
+        [*(s.first_row - start for s in segments), end - start],
+        lengths,
+        [0 if copied else one.rest for one in ranges],
+    )
+    shared = any(prefixes)
+    positions = _positions_behind(batch, segments, prefixes) if shared else batch.positions[start:end].to(torch.int32)
+    at = AttentionRows(qo_indptr, kv_lens, positions, max(rows), max(lengths))
+    if ranges:
+        slots = slice(ranges[0].rest, ranges[0].rest + max(lengths)) if copied else None
+        prefix = _index_prefixes(group_by_prefix(ranges, rows), device) if shared else None
+        return CudaIndex(at, first_slot, None, start, end, slots, prefix)
     pages = torch.zeros(len(segments), at.max_kv_len, dtype=torch.int32, device=device)
     for line, segment in zip(pages, segments, strict=True):
         if segment.slots is not None:
@@ -178,38 +185,31 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
     return CudaIndex(at, None, pages, start, end)
 
 
-def _cascade_index(
-    at: AttentionRows, segments: list[Segment], ranges: list[KeyRanges], start: int, end: int
-) -> CudaIndex:
-    """Describes segments of which some have a prefix; ``at`` describes them without regard to prefixes."""
-    device, rows = at.kv_lens.device, [s.rows for s in segments]
-    tokens = torch.tensor([one.tokens for one in ranges], dtype=torch.int32, device=device)
-    assert at.positions is not None
-    behind = replace(
-        at,
-        kv_lens=at.kv_lens - tokens,
-        positions=at.positions - tokens.repeat_interleave(torch.tensor(rows, device=device), output_size=end - start),
-        max_kv_len=max(s.keys - one.tokens for s, one in zip(segments, ranges, strict=True)),
-    )
-    first_slot = torch.tensor([one.rest for one in ranges], dtype=torch.int32, device=device)
-    prefix = index_prefixes(group_by_prefix(ranges, rows), device)
-    return CudaIndex(behind, first_slot, None, start, end, prefix=prefix)
+def _positions_behind(batch: ForwardBatch, segments: list[Segment], prefixes: list[int]) -> Tensor | None:
+    """Returns the positions of rows, counted from the end of their prefix; None if they are each sequence's last."""
+    if all(segment.positions is None for segment in segments):
+        return None
+    start, end = segments[0].first_row, segments[-1].first_row + segments[-1].rows
+    (tokens,) = _int32(batch.tokens.device, [n for s, n in zip(segments, prefixes, strict=True) for _ in range(s.rows)])
+    return batch.positions[start:end].to(torch.int32) - tokens
 
 
-def index_prefixes(groups: list[PrefixGroup], device: torch.device) -> PrefixIndex:
+def _index_prefixes(groups: list[PrefixGroup], device: torch.device) -> PrefixIndex:
     """Describes the prefixes of consecutive rows to the kernels. Every row sees its whole prefix."""
     starts, last = [0], list[int]()
     for group in groups:
         starts.append(starts[-1] + group.rows)
         last += [max(0, group.tokens - 1)] * group.rows
-    rows = AttentionRows(
-        qo_indptr=torch.tensor(starts, dtype=torch.int32, device=device),
-        kv_lens=torch.tensor([group.tokens for group in groups], dtype=torch.int32, device=device),
-        positions=torch.tensor(last, dtype=torch.int32, device=device),
-        max_q_len=max(group.rows for group in groups),
-        max_kv_len=max(group.tokens for group in groups),
-    )
-    return PrefixIndex(rows, torch.tensor([group.slot for group in groups], dtype=torch.int32, device=device))
+    lengths = [group.tokens for group in groups]
+    qo_indptr, kv_lens, positions, slots = _int32(device, starts, lengths, last, [group.slot for group in groups])
+    rows = AttentionRows(qo_indptr, kv_lens, positions, max(group.rows for group in groups), max(lengths))
+    return PrefixIndex(rows, slots)
+
+
+def _int32(device: torch.device, *several: list[int]) -> tuple[Tensor, ...]:
+    """Sends lists of numbers to a device with one copy, for which the host waits."""
+    sent = torch.tensor(list(chain(*several)), dtype=torch.int32, device=device)
+    return torch.split(sent, [len(one) for one in several])
 
 
 def make_cuda_attention(

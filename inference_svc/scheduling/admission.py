@@ -150,7 +150,8 @@ class Admission:
             loaded = other.kv.layers is None or other.kv.layers.complete
             ready, table = min(shared, other.kv.num_exact), other.kv.table
             reached = table is not None and self._pool.covers_window(table, ready)
-            if loaded and reached and ready > source.tokens:
+            # A running sequence is preferred: its blocks are in use anyway, those of a cached one could be freed.
+            if loaded and reached and 0 < ready >= source.tokens:
                 source = PrefixSource(ready, running=other)
             if reached:
                 coming.append(

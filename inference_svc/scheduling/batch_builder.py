@@ -134,9 +134,9 @@ class BatchBuilder:
                     trees[len(batch.slices)] = draft
             batch.slices.append((sequence, piece))
         self._add_branches(batch.slices, trees)
-        # Rows of one adapter are contiguous, and so are rows with the same prefix in a pool that reads it only once.
-        by_prefix = self._pool.merges_ranges
-        batch.slices.sort(key=lambda one: (one[0].cache_scope.adapter, one[1].table.ranges[0] if by_prefix else ()))
+        batch.slices.sort(key=lambda one: one[0].cache_scope.adapter)  # rows of one adapter are contiguous
+        if self._pool.merges_ranges:
+            _sort_by_prefix(batch.slices)
         return batch
 
     def _add_branches(self, slices: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:
@@ -201,3 +201,18 @@ def make_entry(sequence: Sequence, num_draft_tokens: int, max_tokens: int | None
         num_draft_tokens=num_draft_tokens,
         in_overflow=kv.table.in_overflow,
     )
+
+
+def _sort_by_prefix(slices: list[tuple[Sequence, SequenceSlice]]) -> None:
+    """Makes slices of one adapter with the same prefix neighbours, because attention reads a prefix once for these.
+
+    Sequences without a prefix come last, except those that are the beginning of others.
+    """
+    shared = {piece.table.ranges[0][0] for _, piece in slices if len(piece.table.ranges) > 1}
+
+    def order(one: tuple[Sequence, SequenceSlice]) -> tuple[bytes, bool, tuple[int, int]]:
+        first = one[1].table.ranges[0]
+        return one[0].cache_scope.adapter, first[0] not in shared, first
+
+    if shared:
+        slices.sort(key=order)

@@ -15,6 +15,9 @@ from inference_svc.sequence.sequence import Sequence
 
 # A device copies shorter prefixes: attention over a second range takes two more launches for each layer.
 _MIN_RANGE_TOKENS = 1024
+# Sequences share a multiple of this many tokens in one range. Prompts that happen to agree in a few tokens behind a
+# common prefix then share the same blocks, which attention reads once.
+_RANGE_STEP = 8 * PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class CopyOnWrite:
         The prompt must extend the cached sequence, and the blocks after it must be free. The request must allow
         caching, because the cached sequence would otherwise be lost at the request's end.
         """
-        cached = source.cached
+        cached, pool = source.cached, self._pool
         if cached is None or not sequence.request.cache.write or source.tokens + PAGE_TOKENS < len(cached.tokens):
             return False
-        mine = self._pool.writable(cached.table, source.tokens)
-        if not mine or not self._pool.grow_in_place(cached.table, wanted):
+        if cached.table.first_slot is None and not (pool.attends_by_pages or pool.merges_ranges):
+            return False
+        mine = pool.writable(cached.table, source.tokens)
+        if not mine or not pool.grow_in_place(cached.table, wanted):
             return False
         sequence.kv.attach(self._prefix_cache.take(cached))
         self.begin(sequence, source)
@@ -89,19 +94,21 @@ class CopyOnWrite:
 
     def share_range(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
         """Shares the whole blocks of the prefix that are in one range, and continues in another one."""
-        if not self._pool.merges_ranges or source.tokens < _MIN_RANGE_TOKENS:
+        if not self._pool.merges_ranges or not source.tokens:
             return False
         from_table = source.table
-        shared = min(source.tokens // PAGE_TOKENS, from_table.ranges[0][1]) * PAGE_TOKENS
+        shared = min(source.tokens, from_table.ranges[0][1] * PAGE_TOKENS) // _RANGE_STEP * _RANGE_STEP
         if shared < _MIN_RANGE_TOKENS:
             return False
         own = self._pool.allocate_contiguous(wanted - shared)
+        while own is None and self._prefix_cache.evict(keep=source.cached):
+            own = self._pool.allocate_contiguous(wanted - shared)
         if own is None:
             return False
         table = self._pool.share(from_table, shared)
         table.ranges += own.ranges
         sequence.kv.attach(table)
-        self._pool.copy(from_table, table, shared, source.tokens)
+        self._pool.copy_in_pieces(from_table, table, shared, source.tokens)
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)
         self.begin(sequence, source)
@@ -127,7 +134,7 @@ class CopyOnWrite:
     def copy_across(self, table: BlockTable, sequence: Sequence, source: PrefixSource) -> None:
         """Copies a prefix between the pool and its overflow."""
         table.first_valid_token = source.table.first_valid_token
-        self._pool.copy_in_pieces(source.table, table, source.tokens)
+        self._pool.copy_in_pieces(source.table, table, 0, source.tokens)
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)
         self.begin(sequence, source)

@@ -112,6 +112,7 @@ def test_running_sequences_share_a_prefix_that_attention_reads_once(
     kernels, lowest, found = SimulatedKernels(device, library()), list[int](), list[list[list[int]]]()
     for least, prefixes in ((1024, {0}), (96, {0, 1, 2})):
         monkeypatch.setattr(copy_on_write, "_MIN_RANGE_TOKENS", least)
+        monkeypatch.setattr(copy_on_write, "_RANGE_STEP", PAGE_TOKENS)
         engine = made(folder, device.torch, kernels, monkeypatch, 2048)
         found.append(answers(engine, asked, 6))
         assert engine._core._graphs is not None
