@@ -150,8 +150,9 @@ class Admission:
             loaded = other.kv.layers is None or other.kv.layers.complete
             ready, table = min(shared, other.kv.num_exact), other.kv.table
             reached = table is not None and self._pool.covers_window(table, ready)
-            # A running sequence is preferred: its blocks are in use anyway, those of a cached one could be freed.
-            if loaded and reached and 0 < ready >= source.tokens:
+            # Blocks of a running sequence are in use anyway, those of a cached one could be freed.
+            equal = 0 < ready == source.tokens and table is not None and not (table.in_overflow or table.num_released)
+            if loaded and reached and (equal or ready > source.tokens):
                 source = PrefixSource(ready, running=other)
             if reached:
                 coming.append(
