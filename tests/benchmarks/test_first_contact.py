@@ -95,7 +95,7 @@ def test_what_no_kernel_wrote_is_an_error(tmp_path: Path) -> None:
     kernel_errors.check_few_kernels(device, rows)
     assert [(row.case, row.passed) for row in rows.read()] == [
         ("attention", False),
-        ("attention over chunks", False),
+        ("attention over a shared prefix", False),
         ("pack", False),
         ("unpack", False),
         ("awq_gemm", False),

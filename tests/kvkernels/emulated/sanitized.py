@@ -6,13 +6,9 @@ from pathlib import Path
 import torch
 
 from tests.kvkernels.emulated.conftest import Emulated
-from tests.kvkernels.emulated.oracle import Case
+from tests.kvkernels.emulated.oracle import Case, assert_close, cascade
 from tests.kvkernels.emulated.test_awq_gemm import test_products_equal_those_in_float64
-from tests.kvkernels.emulated.test_cuda_attention import (
-    run_in_pool,
-    test_chunks_and_pool_are_attended_as_one,
-    test_quantized_chunks_are_read_as_they_lie,
-)
+from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
 from tests.kvkernels.emulated.test_cuda_kv_pack import (
     test_packing_writes_the_reference_s_bytes,
     test_unpacking_turns_and_scatters_as_the_reference,
@@ -27,9 +23,7 @@ def main() -> None:
         return
     for dim in (96, 256):
         run_in_pool(library, Case(((33, 100),), 4, 2, dim, torch.bfloat16), paged=16, window=40)
-    test_chunks_and_pool_are_attended_as_one(library)
-    for bits in (8, 4):
-        test_quantized_chunks_are_read_as_they_lie(library, torch.float16, bits, 128)
+    assert_close(*cascade(library, Case(((1, 9), (5, 70), (1, 2)), 4, 2, 128, torch.float16), 130, sharing=2))
     for bits in (16, 8, 4):
         test_packing_writes_the_reference_s_bytes(library, torch.float16, bits, 80, 70, 0)
         test_unpacking_turns_and_scatters_as_the_reference(library, torch.bfloat16, bits, 128, -1)
