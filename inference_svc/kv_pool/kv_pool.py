@@ -20,7 +20,7 @@ from kvkernels.cpu import cpu_attention
 from numpy.typing import NDArray
 
 from inference_svc.kv_pool.block_allocator import BlockAllocator, zero_runs
-from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, BlockTable
+from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, BlockTable, KeyRanges
 from inference_svc.kv_pool.overflow import Overflow
 from inference_svc.kv_pool.zeroed_tensors import populate, zeros
 
@@ -107,6 +107,14 @@ class KVPool(BlockAllocator):
         """True if our device kernels read a sequence in two ranges as fast as in one, and a shared range only once."""
         device, native = self.keys.device.type, self.native
         return device != "cpu" and native is not None and "decode" in native.kinds and not self.max_window
+
+    def ranges_behind(self, table: BlockTable, position: int) -> KeyRanges | None:
+        """The at most two ranges of a table's keys, if rows from ``position`` on see the whole first one; else None.
+
+        With a window, rows may see only a part of it.
+        """
+        ranges = table.key_ranges
+        return ranges if ranges is not None and ranges.tokens <= (0 if self.max_window else position) else None
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

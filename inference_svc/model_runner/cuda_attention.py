@@ -155,11 +155,9 @@ def _index_of(batch: ForwardBatch, segments: list[Segment]) -> CudaIndex:
     token.
     """
     device, start, end = batch.tokens.device, segments[0].first_row, segments[-1].first_row + segments[-1].rows
-    ranges = [s.ranges for s in segments if s.ranges is not None]
-    if len(ranges) < len(segments) or (batch.pool.max_window and any(one.tokens for one in ranges)):
-        ranges = []
-    elif any(one.tokens for one in ranges):
-        ranges = split_at_shared(ranges, [s.start if s.positions is None else 0 for s in segments])
+    found = [s.ranges for s in segments if s.ranges is not None]
+    lowest = [s.start if s.positions is None else 0 for s in segments]
+    ranges = split_at_shared(found, lowest) if len(found) == len(segments) else []
     prefixes, rows = [one.tokens for one in ranges] or [0] * len(segments), [s.rows for s in segments]
     lengths, copied = [s.keys - n for s, n in zip(segments, prefixes, strict=True)], _is_copied(segments[0], batch.pool)
     qo_indptr, kv_lens, first_slot = _int32(

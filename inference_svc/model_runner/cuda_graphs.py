@@ -254,16 +254,10 @@ def _is_decode(span: SequenceSlice, pool: KVPool) -> bool:
         len(span.tokens) == 1
         and span.positions is None
         and span.wants_logits
-        and _has_ranges(span, pool)
+        and pool.ranges_behind(span.table, span.start) is not None
         and span.adapter is None  # a recording contains only the model's own products
         and (span.gate is None or span.gate.complete)
     )
-
-
-def _has_ranges(span: SequenceSlice, pool: KVPool) -> bool:
-    """True if a slice's keys are contiguous, or if its row is behind a prefix that all layers see."""
-    ranges = span.table.key_ranges
-    return ranges is not None and ranges.tokens <= (0 if pool.max_window else span.start)
 
 
 def _power(count: int, least: int) -> int:

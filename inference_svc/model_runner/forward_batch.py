@@ -137,7 +137,7 @@ class Segment:
     """Rows of one slice and their keys; at most SEGMENT_ROWS, or DEVICE_SEGMENT_ROWS on a device.
 
     The rows see ``keys`` keys. Attention computes with ``padded`` keys, of which a mask hides the additional ones.
-    ``ranges`` has the slots of the keys if all rows are behind the prefix of at most two ranges.
+    ``ranges`` has the slots of the keys if they are in at most two ranges and all rows see the whole first one.
     """
 
     first_row: int
@@ -355,10 +355,8 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
 
     Each sees the keys up to its last position.
     """
-    out, first_slot, ranges = [], span.table.first_slot, span.table.key_ranges
-    lowest = span.start if span.positions is None else int(span.positions[0])
-    if ranges is not None and lowest < ranges.tokens:
-        ranges = None
+    out, first_slot = [], span.table.first_slot
+    ranges = pool.ranges_behind(span.table, span.start if span.positions is None else int(span.positions[0]))
     most = SEGMENT_ROWS if device.type == "cpu" else DEVICE_SEGMENT_ROWS
     for at in range(0, len(span.tokens), most):
         count = min(most, len(span.tokens) - at)
