@@ -21,6 +21,7 @@ constexpr int64_t BLOCK = 128;  // inputs; a widened strip and a few rows of thi
 constexpr int64_t TILE = 264;   // most rows per work item
 constexpr int64_t SPAN_BLOCKS = 8;  // blocks before the next strip; a tile's rows of one span fill an L2 cache of 1 MiB
 constexpr int LINES_AHEAD = 12;  // of the next block's weights, prefetched per group of rows
+constexpr int64_t LEAST_AHEAD = 4096;  // bytes; the hardware prefetcher stops at the end of a page
 constexpr int64_t MAX_STREAMED_ROWS = 96;     // up to this many rows, weights are streamed; above, rows are transposed
 // Rows, and vectors of outputs, whose sums fit into registers.
 #if defined(__AVX512F__)
@@ -30,6 +31,7 @@ constexpr int MAX_ROWS = 6, VECTORS = 2;
 #else
 constexpr int MAX_ROWS = 6, VECTORS = 4;
 #endif
+constexpr int WIDTH = VECTORS * LANES;  // outputs whose sums fit into registers
 static_assert(TILE % MAX_ROWS == 0, "groups of rows must not cross tiles");
 
 int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -50,7 +52,34 @@ struct TransposedRows {
   TransposedRows from(int64_t row) const { return {x + row}; }
 };
 
-// Readers of the weights of neighbouring outputs: `work(i, weights)` for each input, VECTORS vectors of outputs.
+// Weights to prefetch while a block is multiplied: `step` bytes per input, from `at` on.
+struct Prefetch {
+  const char* at;
+  int64_t step;
+  KVK_INLINE void advance(int64_t input, int64_t byte = 0) const { __builtin_prefetch(at + input * step + byte); }
+};
+
+// Widens VECTORS vectors of neighbouring outputs. bfloat16 needs one instruction per vector instead of two, because a
+// vector gets every other output; `put_in_order` later orders the sums.
+template <class W> KVK_INLINE void widen_vectors(const W* from, Floats (&w)[VECTORS]) {
+#pragma GCC unroll 16
+  for (int n = 0; n < VECTORS; n++) w[n] = widened(from + n * LANES);
+}
+KVK_INLINE void widen_vectors(const bf16* from, Floats (&w)[VECTORS]) {
+#pragma GCC unroll 16
+  for (int n = 0; n < VECTORS; n += 2) {
+    const Words pairs = load<Words>(from + n * LANES);
+    w[n] = lower(pairs), w[n + 1] = upper(pairs);
+  }
+}
+template <class W> KVK_INLINE void put_in_order(const W*, Floats (&)[VECTORS]) {}
+KVK_INLINE void put_in_order(const bf16*, Floats (&w)[VECTORS]) {
+#pragma GCC unroll 16
+  for (int n = 0; n < VECTORS; n += 2) interleave(w[n], w[n + 1], Lanes());
+}
+
+// Readers of the weights of neighbouring outputs: `work(i, weights)` for each input, VECTORS vectors of outputs, which
+// `in_order` puts into their order.
 template <class W> struct Plain {
   static constexpr bool WIDENS_FAST = true;  // widening is repeated for further rows and overlaps with memory reads
   static constexpr int64_t STRIDE = OUTPUTS * sizeof(W);  // bytes per input
@@ -59,15 +88,16 @@ template <class W> struct Plain {
     return {(const char*)weight + (strip * inputs + input) * STRIDE};
   }
   Plain from(int output) const { return {at + output * sizeof(W)}; }
-  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Work work) const {
+  static int64_t bytes(int64_t inputs) { return inputs * STRIDE; }
+  static KVK_INLINE void in_order(Floats (&w)[VECTORS]) { put_in_order((const W*)nullptr, w); }
+  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Prefetch ahead, Work work) const {
     const char* line = at;
 #pragma GCC unroll 2
     for (int64_t i = 0; i < inputs; i++, line += STRIDE) {
       if constexpr (AHEAD)
-        for (int64_t byte = 0; byte < STRIDE; byte += 64) KVK_PREFETCH(line + byte);
+        for (int64_t byte = 0; byte < STRIDE; byte += 64) ahead.advance(i, byte);
       Floats w[VECTORS];
-#pragma GCC unroll 16
-      for (int n = 0; n < VECTORS; n++) w[n] = widened((const W*)line + n * LANES);
+      widen_vectors((const W*)line, w);
       work(i, w);
     }
   }
@@ -83,7 +113,9 @@ template <int BITS> struct Coded {
     return {(const uint8_t*)weight + (strip * inputs + input) / GROUP * BYTES};
   }
   Coded from(int first) const { return {at, first}; }
-  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Work work) const {
+  static int64_t bytes(int64_t inputs) { return inputs / GROUP * BYTES; }
+  static KVK_INLINE void in_order(Floats (&)[VECTORS]) {}
+  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Prefetch ahead, Work work) const {
     const uint8_t* group = at;
     for (int64_t first = 0; first < inputs; first += GROUP, group += BYTES) {
       Floats scale[VECTORS], base[VECTORS];
@@ -93,7 +125,7 @@ template <int BITS> struct Coded {
       }
       const uint8_t* line = group + output;
       for (int i = 0; i < GROUP; i += 8 / BITS, line += OUTPUTS) {
-        if constexpr (AHEAD) KVK_PREFETCH(line);
+        if constexpr (AHEAD) ahead.advance(first + i);
         Words codes[VECTORS];
         for (int n = 0; n < VECTORS; n++) codes[n] = extended(load<Bytes>(line + n * LANES));
         Floats w[VECTORS];
@@ -120,16 +152,16 @@ struct Sums {
   }
 };
 
-// Writes the sums of one block of inputs plus those of earlier blocks, and the bias after the last block, to `to`. Not
-// inlined: a function of its own has registers for the distances of all rows.
+// Writes the sums of one block of inputs to `to`, plus those of earlier blocks and the bias unless null. Not inlined: a
+// function of its own has registers for the distances of all rows.
 template <int ROWS, class Rows, class Weights>
-__attribute__((noinline)) void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs,
-                                        int64_t column, int64_t block, Sums earlier, Sums to) {
+__attribute__((noinline)) void multiply(Rows rows, Weights weights, int64_t inputs, Prefetch ahead, const float* bias,
+                                        Sums earlier, Sums to) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
     for (int n = 0; n < VECTORS; n++) sums[r][n] = Floats{};
-  weights.template each<Rows::FROM_MEMORY>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) __attribute__((always_inline)) {
+  weights.template each<Rows::FROM_MEMORY>(inputs, ahead, [&](int64_t i, const Floats(&w)[VECTORS]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const Floats number = splat(rows.at(r, i));
@@ -137,47 +169,67 @@ __attribute__((noinline)) void multiply(const F32GemmJob& job, Rows rows, Weight
       for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(w[n], number, sums[r][n]);
     }
   });
-  const bool first = block == 0, biased = job.bias && block + BLOCK >= job.inputs;
-  const auto add_up = [&](auto count_of) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int n = 0; n < VECTORS; n++) {
-      const int64_t count = count_of(n);
-      if (count <= 0) return;
-      const Floats bias = biased ? widened(job.bias + column + n * LANES, count) : Floats{};
+  for (int r = 0; r < ROWS; r++) Weights::in_order(sums[r]);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        Floats total = sums[r][n];
-        if (!first) total = widened((const float*)earlier.from(r, n * LANES).at, count) + total;
-        if (biased) total += bias;
-        narrow(to.from(r, n * LANES).at, total, count);
-      }
+  for (int n = 0; n < VECTORS; n++) {
+    const Floats added = bias ? load<Floats>(bias + n * LANES) : Floats{};
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      Floats total = sums[r][n];
+      if (earlier.at) total = load<Floats>(earlier.from(r, n * LANES).at) + total;
+      if (bias) total += added;
+      store(to.from(r, n * LANES).at, total);
     }
-  };
-  // The usual case, without masks, keeps the sums in registers.
-  if (column + VECTORS * LANES <= job.outputs) add_up([](int) { return (int64_t)LANES; });
-  else add_up([&](int n) { return job.outputs - column - n * LANES; });
+  }
 }
 
-// Multiplies one block of a strip by rows, in groups of rows whose sums fit into registers. 8 + 8 rows are faster than
-// 12 + 4, because 4 rows have too few sums to hide the latency.
+// `multiply` for each number of rows up to MAX_ROWS.
+template <class Rows, class Weights> struct Multiply {
+  typedef void Function(Rows, Weights, int64_t, Prefetch, const float*, Sums, Sums);
+  template <int... I> static Function* of(int64_t rows, IndexSequence<I...>) {
+    static constexpr Function* functions[] = {multiply<I + 1, Rows, Weights>...};
+    return functions[rows - 1];
+  }
+};
+
+// As `multiply`, where the strip has only `outputs` of WIDTH outputs.
+template <class Function>
+void multiply_part(Function multiply_all, int64_t rows, int64_t outputs, const float* bias, Sums earlier, Sums to) {
+  alignas(64) float sums[MAX_ROWS * WIDTH], padded_bias[WIDTH];
+  const Sums padded = {sums, WIDTH};
+  const int64_t bytes = outputs * sizeof(float);
+  if (earlier.at)
+    for (int64_t row = 0; row < rows; row++) memcpy(padded.from(row, 0).at, earlier.from(row, 0).at, bytes);
+  if (bias) memcpy(padded_bias, bias, bytes);
+  multiply_all(bias ? padded_bias : nullptr, earlier.at ? padded : Sums{}, padded);
+  for (int64_t row = 0; row < rows; row++) memcpy(to.from(row, 0).at, padded.from(row, 0).at, bytes);
+}
+
+// Multiplies one block of a strip by rows, in groups of about equal size whose sums fit into registers: a small group
+// has too few sums to hide the latency, and widens the weights once more. Each group prefetches its share of the
+// `ahead_bytes` from `ahead` on; otherwise memory would be idle while all but the first group are multiplied.
 template <class Rows, class Weights>
 void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block,
-                   Sums earlier, Sums to) {
-  const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
-  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES) {
-    const int64_t column = strip * OUTPUTS + part;
-    int64_t row = 0;
-    const auto some = [&](auto number) __attribute__((always_inline)) {
-      constexpr int ROWS = decltype(number)::count;
-      while (count - row >= ROWS && (ROWS < MAX_ROWS || count - row != ROWS + ROWS / 3)) {
-        multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, earlier.from(row, part),
-                       to.from(row, part));
-        row += ROWS;
-      }
-    };
-    some(Constant<MAX_ROWS>());
-    if constexpr (MAX_ROWS > 8) some(Constant<8>());
-    some(Constant<4>()), some(Constant<2>()), some(Constant<1>());
+                   const char* ahead, int64_t ahead_bytes, Sums earlier, Sums to) {
+  const int64_t inputs = smaller_of(BLOCK, job.inputs - block), groups = divide_up(count, MAX_ROWS);
+  const int64_t shares = count * (OUTPUTS / WIDTH);
+  for (int part = 0; part < OUTPUTS; part += WIDTH) {
+    const int64_t column = strip * OUTPUTS + part, outputs = smaller_of(WIDTH, job.outputs - column);
+    if (outputs <= 0) return;
+    const float* bias = job.bias && block + BLOCK >= job.inputs ? job.bias + column : nullptr;
+    for (int64_t group = 0, row = 0; group < groups; group++) {
+      const int64_t end = count * (group + 1) / groups;
+      const Prefetch share = {ahead, divide_up(ahead_bytes * (end - row), shares * inputs)};
+      const Sums before = block ? earlier.from(row, part) : Sums{}, after = to.from(row, part);
+      const auto run = [&](const float* added, Sums from, Sums into) {
+        const auto function = Multiply<Rows, Weights>::of(end - row, Count<MAX_ROWS>::type());
+        function(rows.from(row), weights.from(part), inputs, share, added, from, into);
+      };
+      if (outputs == WIDTH) run(bias, before, after);
+      else multiply_part(run, end - row, outputs, bias, before, after);
+      ahead += share.step * inputs, row = end;
+    }
   }
 }
 
@@ -198,8 +250,9 @@ void transpose_rows(const float* from, int64_t line, int64_t rows, int64_t input
 }
 
 template <class Weights> void widen(Weights weights, int64_t inputs, float* wide) {
-  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES)
-    weights.from(part).template each<true>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) {
+  for (int part = 0; part < OUTPUTS; part += WIDTH)
+    weights.from(part).template each<false>(inputs, {}, [&](int64_t i, Floats(&w)[VECTORS]) {
+      Weights::in_order(w);
       for (int n = 0; n < VECTORS; n++) store(wide + i * OUTPUTS + part + n * LANES, w[n]);
     });
 }
@@ -232,7 +285,7 @@ void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64
 #pragma GCC unroll 16
           for (int line = 0; line < LINES_AHEAD; line++, next += 64) __builtin_prefetch(next, 0, 2);
           multiply_rows(job, TransposedRows{rows + row * BLOCK}, rows_from(first + row), Plain<float>{(const char*)wide},
-                        s, block, earlier.from(row, 0), to.from(row, 0));
+                        s, block, nullptr, 0, earlier.from(row, 0), to.from(row, 0));
         }
       }
     }
@@ -245,15 +298,17 @@ void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_
   alignas(64) float wide[BLOCK * OUTPUTS];
   for (int64_t s = strip; s < last; s++)
     for (int64_t block = 0; block < job.inputs; block += BLOCK) {
-      const auto multiply_by = [&](auto weights) {
-        const Sums sums = Sums::of_result(job, first, s);
-        multiply_rows(job, RowMajorRows{job.x + first * job.inputs + block, job.inputs}, end - first, weights, s, block,
-                      sums, sums);
-      };
+      const int64_t inputs = smaller_of(BLOCK, job.inputs - block), bytes = Weights::bytes(inputs);
       const Weights weights = Weights::of(job.weight, s, job.inputs, block);
+      const char* ahead = (const char*)weights.at + (bytes > LEAST_AHEAD ? bytes : LEAST_AHEAD);
+      const auto multiply_by = [&](auto readable) {
+        const Sums sums = Sums::of_result(job, first, s);
+        multiply_rows(job, RowMajorRows{job.x + first * job.inputs + block, job.inputs}, end - first, readable, s,
+                      block, ahead, bytes, sums, sums);
+      };
       if (Weights::WIDENS_FAST || end - first <= MAX_ROWS) multiply_by(weights);
       else {
-        widen(weights, smaller_of(BLOCK, job.inputs - block), wide);
+        widen(weights, inputs, wide);
         multiply_by(Plain<float>{(const char*)wide});
       }
     }

@@ -156,6 +156,13 @@ KVK_INLINE Floats dot(Words a, Words b, Floats total) {
 #endif
 }
 
+// Merges two vectors: first[0], second[0], first[1], second[1], ... in `first` and then in `second`.
+template <int... I> KVK_INLINE void interleave(Floats& first, Floats& second, IndexSequence<I...>) {
+  const Words even = (Words)first, odd = (Words)second;
+  first = (Floats)shuffle<(I & 1 ? LANES : 0) + I / 2 ...>(even, odd);
+  second = (Floats)shuffle<(I & 1 ? LANES : 0) + (LANES + I) / 2 ...>(even, odd);
+}
+
 KVK_INLINE Words extended(Halves x) {
 #if defined(__AVX512F__)  // a single instruction that GCC does not generate
   return (Words)_mm512_cvtepu16_epi32((__m256i)x);
