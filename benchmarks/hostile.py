@@ -108,7 +108,7 @@ def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
             if guest is not None:
                 told, _ = guest.communicate("", timeout=120)
         memory.close()
-        internal = node.read_log().count("a call failed") + client.failed["INTERNAL"]
+        internal = node.count_in_log("a call failed") + client.failed["INTERNAL"]
         client.peer.close()
         return {
             "hostile": hostile,

@@ -311,6 +311,10 @@ class Node:
         """Return the last characters of the common log of all processes."""
         return self._whole_log()[-last:]
 
+    def count_in_log(self, text: str) -> int:
+        """Return how many times a text occurs in the common log of all processes."""
+        return self._whole_log().count(text)
+
     def wait_for_log(self, text: str, seconds: float = 60.0) -> list[str]:
         """Wait for log lines that contain a text, and return them. A gateway logs only after an answer's last byte."""
         deadline = time.monotonic() + seconds

@@ -57,7 +57,12 @@ class Worker:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            peer = Peer(self._node)
+            try:
+                peer = Peer(self._node)
+            except (grpc.RpcError, OSError) as error:
+                self.errors.append(str(error)[:200])
+                self._over.wait(1)
+                continue
             until = time.monotonic() + _SESSION_SECONDS
             while time.monotonic() < until and not self._over.is_set():
                 try:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import hostile
 from benchmarks.chaos import hostile_guest
 from benchmarks.chaos.hostile_guest import ATTACKS
+from benchmarks.node import Node
 
 
 def test_a_hostile_guest_makes_no_call_of_a_worker_fail_and_takes_no_memory_beyond_the_budgets() -> None:
@@ -22,6 +23,11 @@ def test_a_hostile_guest_makes_no_call_of_a_worker_fail_and_takes_no_memory_beyo
     assert (found["wrong"], found["internal"], found["failed"]) == (0, 0, {})
     assert found["matches"] > 20
     assert found["above_budgets_mib"] < 200
+
+
+def test_failed_calls_are_counted_in_the_whole_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "_whole_log", lambda _: 3 * "a call failed\n" + "x" * 10_000)
+    assert hostile.measure(0.1, hostile=False)["internal"] == 3
 
 
 @pytest.fixture

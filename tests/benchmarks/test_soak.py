@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from benchmarks import soak
 from benchmarks.soak import thin_samples
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
@@ -19,6 +24,20 @@ def test_a_row_stands_for_several_samples_and_hides_no_peak() -> None:
     assert [row["chunks"] for row in found] == [98, 95, 92, 91]
     assert thin_samples(rows[:4], most=4) == rows[:4]
     assert thin_samples([]) == []
+
+
+def test_a_client_that_is_refused_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = threading.Event()
+
+    def refuse(_: object) -> None:
+        refused.set()
+        raise OSError("refused")
+
+    monkeypatch.setattr(soak, "Peer", refuse)
+    worker = soak.Worker(SimpleNamespace(), 1, 1)  # type: ignore[arg-type]
+    assert refused.wait(30)
+    worker.close()
+    assert worker.errors[0] == "refused"
 
 
 def test_the_published_rows_add_up_to_the_summary() -> None:
