@@ -195,6 +195,27 @@ def test_a_launch_that_fails_leaves_no_copy_in_flight(device: SimulatedDevice, m
     assert device.num_pending == 0
 
 
+def test_a_buffer_that_could_not_grow_grows_the_next_time(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, slots = header_of(64), torch.arange(64)
+    keys, values = (x.to(device.torch) for x in pool(64))
+    transfer, payload = chunk_transfer.ChunkTransfer(device), memoryview(bytearray(header.payload_bytes))
+    kernels = dispatch.kernels_for(device.torch).kernels
+
+    def full(_: int) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as short:
+        short.setattr(device, "allocate", full)
+        for _ in range(2):  # both banks
+            with pytest.raises(torch.OutOfMemoryError):
+                transfer.pack(kernels, keys, values, slots, header, payload)
+    for _ in range(2):
+        transfer.pack(kernels, keys, values, slots, header, payload)
+    assert bytes(payload) == bytes(packed_by_definition(*pool(64), slots, header))
+
+
 def test_a_store_has_what_the_engine_enqueued_before(place: torch.device) -> None:
     """The engine's thread does not wait for its own steps; stores run on another thread and stream."""
     header, slots = header_of(40), torch.arange(40)

@@ -60,10 +60,11 @@ class _Bank:
     def _grow(self, size_bytes: int, kernels: Stream) -> None:
         """Replace both memories. The old device memory is reused only after the kernels that read it."""
         wanted = max(size_bytes, min(2 * self.size_bytes, BANK_BYTES), _MIN_BANK_BYTES)
-        self.size_bytes = -(-wanted // _GRANULARITY) * _GRANULARITY
-        self.pinned = self._device.pinned(self.size_bytes)
+        size = -(-wanted // _GRANULARITY) * _GRANULARITY
+        pinned = self._device.pinned(size)
         with kernels.active():
-            self.scratch = self._device.allocate(self.size_bytes)
+            scratch = self._device.allocate(size)
+        self.size_bytes, self.pinned, self.scratch = size, pinned, scratch  # all or none: each allocation may fail
         self.copied = self.unpacked = None
 
 

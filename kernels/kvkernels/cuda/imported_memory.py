@@ -68,7 +68,8 @@ def read_to_host(payload: DeviceBytes) -> memoryview:
 def _found(payload: DeviceBytes) -> tuple[int, int, Reader]:
     """Return a payload's address, and the start address and the read function of the range that contains it."""
     first, end = payload.address, payload.address + payload.size_bytes
-    for start, [(length, read), *_] in _ranges.items():
-        if start <= first and end <= start + length:
-            return first, start, read
+    with _changed:
+        for start, [(length, read), *_] in _ranges.items():
+            if start <= first and end <= start + length:
+                return first, start, read
     raise ValueError("the device memory of this payload was released: its session has ended")
