@@ -127,6 +127,10 @@ template <class T, int N> KVK_DEVICE void store_elements(T* to, const float (&x)
   store(to, words);
 }
 
+// Bounds of a group's range. NaN stays, unlike in fminf and fmaxf: it must be visible when the group is unpacked.
+KVK_DEVICE float lower_bound(float a, float b) { return b < a || b != b ? b : a; }
+KVK_DEVICE float upper_bound(float a, float b) { return b > a || b != b ? b : a; }
+
 template <int BITS> KVK_DEVICE uint32_t code_of(float x, float zero, float inverse) {
   return (uint32_t)(int)fminf(fmaxf(round_to_even(mul(sub(x, zero), inverse)), 0.f), (float)((1 << BITS) - 1));
 }
@@ -162,15 +166,15 @@ template <class T, int BITS, int N> KVK_DEVICE void pack_keys(const KvPackParams
   for (int token = rest + s.row; mine && token < stop; token += s.rows) {
     load_codes<T, 16>(x, (const uint8_t*)in_pool<T>(p.pool_keys, p, s, token));
     KVK_UNROLL
-    for (int e = 0; e < N; e++) low[e] = fminf(low[e], x[e]), high[e] = fmaxf(high[e], x[e]);
+    for (int e = 0; e < N; e++) low[e] = lower_bound(low[e], x[e]), high[e] = upper_bound(high[e], x[e]);
   }
   if (mine) store_floats(lows + s.row * p.dim + s.channel, low), store_floats(highs + s.row * p.dim + s.channel, high);
   sync_block();
   for (int channel = threadIdx.x; channel < p.dim; channel += THREADS) {
     float lowest = lows[channel], highest = highs[channel];
     for (int row = 1; row < s.rows; row++) {
-      lowest = fminf(lowest, lows[row * p.dim + channel]);
-      highest = fmaxf(highest, highs[row * p.dim + channel]);
+      lowest = lower_bound(lowest, lows[row * p.dim + channel]);
+      highest = upper_bound(highest, highs[row * p.dim + channel]);
     }
     lows[channel] = lowest, highs[channel] = highest;
   }
@@ -211,13 +215,13 @@ template <class T, int BITS, int N> KVK_DEVICE void pack_values(const KvPackPara
     if (mine) {
       load_codes<T, 16>(x, (const uint8_t*)in_pool<T>(p.pool_values, p, s, token));
       KVK_UNROLL
-      for (int e = 0; e < N; e++) low = fminf(low, x[e]), high = fmaxf(high, x[e]);
+      for (int e = 0; e < N; e++) low = lower_bound(low, x[e]), high = upper_bound(high, x[e]);
     }
     sync_block();  // all threads have read the ranges before
     if (mine) lows[s.unit()] = low, highs[s.unit()] = high;
     sync_block();
     if (!mine) continue;
-    for (int unit = 0; unit < s.units; unit++) low = fminf(low, lows[unit]), high = fmaxf(high, highs[unit]);
+    for (int unit = 0; unit < s.units; unit++) low = lower_bound(low, lows[unit]), high = upper_bound(high, highs[unit]);
     const float scale = scale_of<BITS>(low, high), inverse = inverse_of(scale);
     const int64_t of = in_section(p, s, piece.chunk_tokens, token, 1);
     if (s.unit() == 0) {

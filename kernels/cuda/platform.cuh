@@ -107,10 +107,6 @@ constexpr int WARP = 32;
 KVK_DEVICE int lane_index() { return threadIdx.x % WARP; }
 KVK_DEVICE int warp_index() { return threadIdx.x / WARP; }
 
-KVK_DEVICE float warp_min(float x) {
-  for (int mask = WARP / 2; mask; mask /= 2) x = fminf(x, shuffle_xor(x, mask));
-  return x;
-}
 KVK_DEVICE float warp_max(float x) {
   for (int mask = WARP / 2; mask; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
   return x;

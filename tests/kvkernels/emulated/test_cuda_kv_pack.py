@@ -161,6 +161,19 @@ def test_values_that_are_not_numbers_are_copied_bit_by_bit(emulated: Emulated) -
         assert torch.equal(got.view(torch.int16), keys.view(torch.int16))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_values_that_are_not_numbers_stay_visible(emulated: Emulated, bits: int) -> None:
+    keys, values = pools(torch.bfloat16, 64, seed=7)
+    keys[1, 0, 20, 3] = values[2, 1, 30, 9] = float("nan")
+    header = new_header(Geometry(3, 2, 64, DATA_TYPE_BFLOAT16, bits), list(range(60)), 128)
+    payload, pieces = bytearray(header.payload_bytes), [whole(header, torch.arange(60))]
+    loaded = torch.zeros_like(keys), torch.zeros_like(values)
+    pack(emulated, keys, values, pieces, address(payload))
+    unpack(emulated, *loaded, pieces, address(payload))
+    assert loaded[0][1, 0, 20, 3].isnan()
+    assert loaded[1][2, 1, 30, 9].isnan()
+
+
 def test_heads_that_do_not_fit_are_left_to_the_reference() -> None:
     assert cuda_kv_pack.supports(80, rotary_half=16)
     assert not cuda_kv_pack.supports(36)
