@@ -154,11 +154,12 @@ class TrainingRun:
         return torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.98), weight_decay=0.01)
 
     def _resume(self) -> None:
-        saved = torch.load(self.work / "checkpoint.pt", weights_only=True)
+        saved = torch.load(self.work / "checkpoint.pt", map_location=self.options.device, weights_only=True)
         self.progress = Progress(**saved["progress"])
         layers = saved["layers"]
         self.model = new_model(self.tokenizer.get_vocab_size(), layers, self.options.width)
         self.model.load_state_dict(saved["model"])
+        self.model.to(self.options.device)  # the optimizer's state goes where the parameters are
         self.optimizer = self._optimizer()
         self.optimizer.load_state_dict(saved["optimizer"])
         print(f"resumed at step {self.progress.step}, stage {self.progress.stage}, {layers} layers", flush=True)
