@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
         want = blocks.one_by_one(x[:rows])
         for _ in range(3):
             blocks.hidden[:rows] = x[:rows]
+            blocks.delta.fill_(math.nan)
             whole.run(rows, threads)
             assert torch.equal(blocks.delta[:rows], want), f"{rows} rows"
 
@@ -91,6 +93,7 @@ def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
     try:
         for _ in range(20):
             blocks.hidden[:] = x
+            blocks.delta.fill_(math.nan)
             whole.run(MAX_ROWS, 4 * (os.cpu_count() or 1))
             assert torch.equal(blocks.delta, want)
     finally:
