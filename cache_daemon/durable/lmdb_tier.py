@@ -233,13 +233,12 @@ class LmdbTier:
             self._open_or_rewrite()  # leaves garbage collection on: the daemon is serving
             log.info("the store is open again", chunks=len(self._entries))
         except (OSError, OutOfSpace, TierFailed, LmdbCorruption, StoreUnavailable) as error:
-            self._failed = True
+            self._fail()
             raise TierFailed(f"the store cannot be opened again: {error}") from error
 
     def _fail(self, rewrite: bool = False) -> None:
         """Refuse writes until the store is reopened; ``rewrite`` makes the reopening rebuild the file."""
-        if not self._failed:
-            self._env.close()
+        self._env.close()  # has no effect on a closed environment
         self._failed, self._rewrite = True, self._rewrite or rewrite
 
     def _write(self, group: WriteGroup, changes: WriteBatch) -> None:

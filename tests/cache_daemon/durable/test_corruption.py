@@ -286,3 +286,33 @@ def test_a_store_that_is_opened_again_while_it_serves_leaves_garbage_collection_
     assert not at_the_start, "nothing else goes on then"
     assert again
     assert all(again)
+
+
+def test_a_file_that_was_away_for_a_moment_is_written_again(tmp_path: Path) -> None:
+    tier, first, second = opened(tmp_path), chunk([1]), chunk([2])
+    store(tier, first)
+    data(tmp_path).rename(tmp_path / "away")
+    with pytest.raises(TierFailed, match="cannot be opened again"):
+        store(tier, second)
+    (tmp_path / "away").rename(data(tmp_path))
+    assert store(tier, second) == [PutOutcome.STORED]
+    assert read(tier, first, second) == [ReadResult.OK] * 2
+    tier.close()
+
+
+def test_a_file_that_failed_while_it_was_opened_again_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: LmdbTier) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier, first, second = opened(tmp_path), chunk([1]), chunk([2])
+    store(tier, first)
+    with monkeypatch.context() as failing:
+        failing.setattr(LmdbTier, "_refresh_meta", fails)
+        for reason in ("cannot be read", "cannot be opened again"):
+            with pytest.raises(TierFailed, match=reason):
+                store(tier, second)
+    assert store(tier, second) == [PutOutcome.STORED]
+    assert read(tier, first, second) == [ReadResult.OK] * 2
+    tier.close()
