@@ -11,6 +11,7 @@ another quarter is reserved for removals, which must be possible when the disk i
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -102,21 +103,20 @@ class LmdbTier:
         Raises StoreUnavailable, OSError, OutOfSpace, TierFailed, LmdbCorruption.
         """
         with gc_paused():
-            return self._open_or_rewrite()
+            return self._open_or_rewrite(skip_unreadable=True)
 
-    def _open_or_rewrite(self) -> TierContents:
+    def _open_or_rewrite(self, skip_unreadable: bool = False) -> TierContents:
         try:
             return self._open_checked()
-        except LmdbCorruption:  # LMDB found corruption that the scan did not find
+        except (LmdbCorruption, OSError) as error:  # LMDB found corruption that the scan did not find, or a read failed
+            if isinstance(error, OSError) and not (skip_unreadable and error.errno == errno.EIO):
+                raise
             self._rewrite = True
             return self._open_checked()
 
     def _open_checked(self) -> TierContents:
         scan = open_data(
-            self._folder,
-            self._cipher,
-            rewrite=self._rewrite,
-            replace_other_formats=self._replace_other_formats,
+            self._folder, self._cipher, rewrite=self._rewrite, replace_other_formats=self._replace_other_formats
         )
         contents = read_contents(scan, self._cipher)
         if scan.file.size_bytes > self._disk_space.max_bytes and contents.live_bytes * 5 // 4 < scan.file.size_bytes:
