@@ -180,7 +180,7 @@ class Lookup:
         lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
         self._record_use(used, [m.chunk for _, m in content_matches])
-        self._hints.record_match(used, [m.chunk for _, m in content_matches], hints)
+        self._hints.record_match(used, [(start, m.chunk) for start, m in content_matches], hints)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> LeaseGuard | None:
