@@ -123,9 +123,13 @@ class Persistence:
             chunk.write_state.supersedes.append(old)
 
     def retry_used(self, chunks: Iterable[Chunk]) -> None:
-        """Retry used chunks that are not on disk, because the tier may admit them after a use."""
+        """Retry used chunks that are not on disk, because the tier may admit them after a use.
+
+        During an outage, failed writes are left to ``retry``.
+        """
+        left = self._failed if self.failing else {}
         for chunk in chunks:
-            if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed:
+            if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed and chunk not in left:
                 self.persist(chunk)
 
     def retry(self) -> None:

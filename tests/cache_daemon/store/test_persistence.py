@@ -98,3 +98,15 @@ async def test_what_disk_and_arena_have_lost_goes_with_its_children() -> None:
         await bench.put([2], 1, key)
         await bench.store.settle()
         assert (bench.store.stats().chunks, bench.store.stats().pending_writes) == (0, 0)
+
+
+async def test_during_an_outage_a_use_retries_no_failed_chunk() -> None:
+    async with opened() as bench:
+        await bench.store._upkeep.stop()
+        bench.tier.fail_applies(100)
+        await bench.put([1])
+        await until_async(lambda: bench.store.stats().failed_writes == 1)
+        assert await bench.found([1]) == 1
+        await bench.store.settle()
+        assert bench.store.stats().failed_writes == 1
+        bench.tier.heal()
