@@ -29,6 +29,8 @@ UNAUTHENTICATED_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 MAX_UNAUTHENTICATED_BYTES = 4 << 10
 """Maximal request size of an unauthenticated method."""
 
+# Service whose calls stream requests; the cache service counts its own streams.
+_REFLECTION = "/grpc.reflection."
 _END: Any = object()
 _UNNAMED = Principal("unnamed")
 
@@ -48,17 +50,32 @@ class InterceptorTimeouts:
     max_pending: int = 16
     """Maximal number of requests of one caller that may be arriving at once. Each may occupy memory for a whole
     message."""
+    max_reflections: int = 32
+    """Maximal number of open reflection calls of one caller."""
 
 
 class _PendingRequests:
-    """Requests of one caller that are still arriving.
+    """Requests of one caller that are still arriving, and its open reflection calls.
 
     gRPC allocates memory for a request only while the interceptor awaits it, so a limit on the number of awaited
     requests bounds the memory.
     """
 
     def __init__(self, timeouts: InterceptorTimeouts) -> None:
-        self._timeouts, self._num_pending = timeouts, 0
+        self._timeouts, self._num_pending, self._num_reflections = timeouts, 0, 0
+
+    def count_reflection(self, context: Context) -> None:
+        """Count a reflection call until it ends. Raises LimitExceeded."""
+        if self._num_reflections >= self._timeouts.max_reflections:
+            raise LimitExceeded(
+                f"there are {self._num_reflections} open reflection calls of this caller already, the most that are "
+                "allowed; end one and try again"
+            )
+        self._num_reflections += 1
+        context.add_done_callback(self._end_reflection)  # type: ignore[arg-type]
+
+    def _end_reflection(self, _: object) -> None:
+        self._num_reflections -= 1
 
     async def next(self, messages: AsyncIterator[Any]) -> Any:
         """Return the first message, or ``_END``.
@@ -164,11 +181,13 @@ class _AuthenticatedMethod:
 
     async def _admit(self, messages: AsyncIterator[Any], context: Context) -> Any:
         caller = _UNNAMED if self._method in UNAUTHENTICATED_METHODS else self._authenticate(context)
-        if self._many:
-            return _with_timeout(messages, self._timeouts.stall_seconds)
         max_pending = self._pending.get(caller)
         if max_pending is None:
             max_pending = self._pending[caller] = _PendingRequests(self._timeouts)
+        if self._many:
+            if self._method.startswith(_REFLECTION):
+                max_pending.count_reflection(context)
+            return _with_timeout(messages, self._timeouts.stall_seconds)
         request = await max_pending.next(messages)
         if request is _END:
             raise InvalidRequest("the call has no message; send one")

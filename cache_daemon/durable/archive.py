@@ -136,9 +136,10 @@ def import_archive(
 ) -> ArchiveSummary:
     """Store an archive's chunks.
 
-    Chunks that were stored before an error stay, since each chunk is checked separately. ``progress`` gets
-    the bytes read and the file's length; ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no
-    archive, is corrupt or contains chunks that may not be stored. Also raises OSError, OutOfSpace and TierFailed.
+    A chunk that is already stored is not replaced, and counts as imported. Chunks that were stored before an error
+    stay, since each chunk is checked separately. ``progress`` gets the bytes read and the file's length; ``clock``
+    returns Unix seconds. Raises InvalidRequest when the file is no archive, is corrupt or contains chunks that may not
+    be stored. Also raises OSError, OutOfSpace and TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
@@ -152,7 +153,10 @@ def import_archive(
             if 0 < end <= now:
                 skipped += 1
                 continue
-            group.append(Put(header, memoryview(payload)))
+            if header.prefix_hash in known:
+                stored += 1
+            else:
+                group.append(Put(header, memoryview(payload)))
             ends.append((header.prefix_hash, min(end, now + _MAX_TTL_MS)))
             group_bytes += len(payload)
             if group_bytes >= _GROUP_BYTES:

@@ -10,6 +10,7 @@ such a header.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import weakref
@@ -96,12 +97,14 @@ class Node(NamedTuple):
 class PageFile:
     """A data file open for reading.
 
-    The last reference closes it: a reader may outlive the file's replacement.
+    The last reference closes it: a reader may outlive the file's replacement. With ``skip_unreadable``, parts that the
+    disk cannot read (EIO) count as corrupt, so that a repair saves the others.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
         """Open the file. Raises OSError."""
         self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._skip_unreadable = skip_unreadable
         weakref.finalize(self, os.close, self.handle)
 
     @property
@@ -109,23 +112,31 @@ class PageFile:
         return os.fstat(self.handle).st_size
 
     def read_into(self, target: memoryview, offset: int) -> bool:
-        """Fill ``target`` without the GIL; False when the file is too short. Raises OSError."""
+        """Fill ``target`` without the GIL; False when the file is too short or counts as corrupt. Raises OSError."""
         done = 0
         while done < len(target):
-            got = os.preadv(self.handle, [target[done:]], offset + done)
+            try:
+                got = os.preadv(self.handle, [target[done:]], offset + done)
+            except OSError as error:
+                if not self._skip_unreadable or error.errno != errno.EIO:
+                    raise
+                return False
             if not got:
                 return False
             done += got
         return True
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Read bytes. Raises OSError, and LmdbCorruption for a file that is too short."""
-        found = os.pread(self.handle, size_bytes, offset)
+        """Read bytes. Raises OSError, and LmdbCorruption for a file that is too short or counts as corrupt."""
+        try:
+            found = os.pread(self.handle, size_bytes, offset)
+        except OSError:
+            found = b""  # ``read_into`` tries again, and decides
         if len(found) == size_bytes:
             return found
         whole = bytearray(size_bytes)
         if not self.read_into(memoryview(whole), offset):
-            raise LmdbCorruption(f"the file ends before byte {offset + size_bytes}")
+            raise LmdbCorruption(f"the file cannot be read to byte {offset + size_bytes}")
         return bytes(whole)
 
     def page(self, number: int) -> bytes:

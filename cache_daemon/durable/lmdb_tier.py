@@ -11,6 +11,7 @@ another quarter is reserved for removals, which must be possible when the disk i
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -102,21 +103,20 @@ class LmdbTier:
         Raises StoreUnavailable, OSError, OutOfSpace, TierFailed, LmdbCorruption.
         """
         with gc_paused():
-            return self._open_or_rewrite()
+            return self._open_or_rewrite(skip_unreadable=True)
 
-    def _open_or_rewrite(self) -> TierContents:
+    def _open_or_rewrite(self, skip_unreadable: bool = False) -> TierContents:
         try:
             return self._open_checked()
-        except LmdbCorruption:  # LMDB found corruption that the scan did not find
+        except (LmdbCorruption, OSError) as error:  # LMDB found corruption that the scan did not find, or a read failed
+            if isinstance(error, OSError) and not (skip_unreadable and error.errno == errno.EIO):
+                raise
             self._rewrite = True
             return self._open_checked()
 
     def _open_checked(self) -> TierContents:
         scan = open_data(
-            self._folder,
-            self._cipher,
-            rewrite=self._rewrite,
-            replace_other_formats=self._replace_other_formats,
+            self._folder, self._cipher, rewrite=self._rewrite, replace_other_formats=self._replace_other_formats
         )
         contents = read_contents(scan, self._cipher)
         if scan.file.size_bytes > self._disk_space.max_bytes and contents.live_bytes * 5 // 4 < scan.file.size_bytes:
@@ -233,13 +233,12 @@ class LmdbTier:
             self._open_or_rewrite()  # leaves garbage collection on: the daemon is serving
             log.info("the store is open again", chunks=len(self._entries))
         except (OSError, OutOfSpace, TierFailed, LmdbCorruption, StoreUnavailable) as error:
-            self._failed = True
+            self._fail()
             raise TierFailed(f"the store cannot be opened again: {error}") from error
 
     def _fail(self, rewrite: bool = False) -> None:
         """Refuse writes until the store is reopened; ``rewrite`` makes the reopening rebuild the file."""
-        if not self._failed:
-            self._env.close()
+        self._env.close()  # has no effect on a closed environment
         self._failed, self._rewrite = True, self._rewrite or rewrite
 
     def _write(self, group: WriteGroup, changes: WriteBatch) -> None:

@@ -37,19 +37,19 @@ def open_data(
 ) -> StoreScan:
     """Return the scan of an intact data file, after repair if necessary.
 
-    ``rewrite`` rebuilds it even if its pages look intact. ``replace_other_formats`` renames a store of another format
-    and creates an empty store. Raises StoreUnavailable, OSError.
+    ``rewrite`` rebuilds it even if its pages look intact, or if some cannot be read. ``replace_other_formats`` renames
+    a store of another format and creates an empty store. Raises StoreUnavailable, OSError, and LmdbCorruption if
+    nothing can be read.
     """
     if not folder.has_data:
         create(folder, cipher)
     try:
-        file = PageFile(folder.data)
         try:
-            scan = strict_scan(file)
             if rewrite:
-                raise LmdbCorruption("LMDB found damage")
+                raise LmdbCorruption("LMDB found damage, or the disk cannot read a page")
+            scan = strict_scan(PageFile(folder.data))
         except LmdbCorruption as corruption:
-            return _repair(folder, file, cipher, str(corruption))
+            return _repair(folder, cipher, str(corruption))
         if not scan.format:
             create(folder, cipher)
             return strict_scan(PageFile(folder.data))
@@ -84,11 +84,12 @@ def create(folder: StoreDir, cipher: Cipher) -> None:
         ) from error
 
 
-def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> StoreScan:
-    """Rebuild a corrupt file.
+def _repair(folder: StoreDir, cipher: Cipher, reason: str) -> StoreScan:
+    """Rebuild a corrupt file, without what the disk cannot read.
 
     Without enough disk space, set the whole corrupt file aside and start with an empty store.
     """
+    file = PageFile(folder.data, skip_unreadable=True)
     scan = lenient_scan(file)
     if not scan.format and not scan.records and not _looks_like_ours(file):
         raise StoreUnavailable(

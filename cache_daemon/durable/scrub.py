@@ -50,7 +50,7 @@ def scrub(folder: Path, repair: bool, key: bytes | None = None, progress: Progre
     cipher = cipher_for(key)
     held = StoreDir(folder, create=False)
     try:
-        file = PageFile(held.data)
+        file = PageFile(held.data, skip_unreadable=True)
         try:
             scan = strict_scan(file)
         except LmdbCorruption as corruption:

@@ -9,6 +9,7 @@ the meta page is not that of the last transaction, it may use the transaction be
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -250,10 +251,8 @@ class LostPageSearch:
         while number < len(self._used):
             step = 1
             if not self._used[number] and not free[number]:
-                try:
+                with contextlib.suppress(LmdbCorruption):  # the file ends here, or the disk cannot read the page
                     step = self._search(number, values)
-                except LmdbCorruption:  # the file ends here
-                    break
             number += step
         self._match(values)
         return True

@@ -112,7 +112,7 @@ class RemoteCoordinator:
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         with self._span("remote read"):
-            request = FetchRequest(root, tenant, session.geometry, ids, hints, kept)
+            request = FetchRequest(root, tenant, session.geometry, ids, hints, kept, session.usage)
             result = await self._prefetcher.fetch(request)
         self._write_behind.wake_for_corrupt()
         return result

@@ -10,6 +10,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry
 
 from cache_daemon.remote.tombstones import DeletionWriter
+from cache_daemon.store.lease_pin_limits import LeasePinLimit
 from cache_daemon.store.lookup import FetchHints
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 
@@ -18,7 +19,8 @@ from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 class FetchRequest:
     """A tenant's prompt and the parameters of its fetch.
 
-    ``ids`` are uint32 little-endian token ids. ``kept`` are the hints for fetched chunks.
+    ``ids`` are uint32 little-endian token ids. ``kept`` are the hints for fetched chunks. ``usage`` counts an external
+    caller's leases, also those of fetched chunks.
     """
 
     root: bytes
@@ -27,6 +29,7 @@ class FetchRequest:
     ids: bytes
     hints: FetchHints
     kept: PromptHints = NO_HINTS
+    usage: LeasePinLimit | None = None
 
     def accepts(self, header: ChunkHeader) -> bool:
         """Return True for a chunk of the tenant with the model's geometry."""

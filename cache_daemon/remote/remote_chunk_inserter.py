@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 from kvsidecar import keys
 
-from cache_daemon.memory.arena import Slot
+from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.remote.fetch_request import FetchRequest
 from cache_daemon.remote.remote_record import InvalidRecord, RemoteRecord, decode_payload
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -76,8 +77,9 @@ class RemoteChunkInserter:
         """Insert chunks, each after its parent, and lease them.
 
         Returns True if all of them are in the arena. Returns False if a payload is missing or corrupt, the arena is
-        full, or ``is_invalidated`` reports a deletion of the chunks. ``delay_persist`` says that a request still waits
-        for more chunks; the inserted chunks then become durable a moment later.
+        full, the caller's share of it is leased, or ``is_invalidated`` reports a deletion of the chunks.
+        ``delay_persist`` says that a request still waits for more chunks; the inserted chunks then become durable a
+        moment later.
         """
         if (
             not self.parent_is_live(request.root, group[0])
@@ -86,7 +88,7 @@ class RemoteChunkInserter:
             return False
         tenant = self._tiers.accounts.account_of(request.tenant)
         with self._inserter.begin([group[0].header.parent_prefix_hash]) as insertion:
-            pieces = self._allocate_slots(request.root, group, payloads, tenant, lease)
+            pieces = self._allocate_slots(request, group, payloads, tenant, lease)
             try:
                 await self._decode_all(pieces)
                 listed = await self._insert_all(
@@ -100,20 +102,25 @@ class RemoteChunkInserter:
 
     def _allocate_slots(
         self,
-        root: bytes,
+        request: FetchRequest,
         group: Sequence[RemoteRecord],
         payloads: Sequence[list[bytes] | None],
         tenant: TenantAccount,
         lease: LeaseGuard,
     ) -> list[_Payload]:
-        """Allocate slots for the leading chunks that have a payload and fit."""
+        """Allocate slots for the leading chunks that have a payload, and fit into the arena and the caller's share."""
         pieces: list[_Payload] = []
+        usage, reserved = request.usage, 0  # bytes of chunks that are leased once they are inserted
         for entry, parts in zip(group, payloads, strict=True):
             header = entry.header
             if parts is None:
-                self._tier.queue_removal(root, header.prefix_hash)
+                self._tier.queue_removal(request.root, header.prefix_hash)
                 break
             present = self._tiers.index.get(header.prefix_hash)
+            size = footprint(header.payload_bytes)
+            is_leased = usage is not None and present is not None and present in usage
+            if not is_leased and size > (inf if usage is None else usage.free_bytes - reserved):
+                break
             if present is not None:  # another request was faster
                 lease.add([present])
                 pieces.append(_Payload(entry, [], None))
@@ -122,6 +129,7 @@ class RemoteChunkInserter:
             if slot is None:
                 break
             pieces.append(_Payload(entry, parts, slot))
+            reserved += size
         return pieces
 
     async def _decode_all(self, pieces: Sequence[_Payload]) -> None:

@@ -208,7 +208,7 @@ class RemotePrefetcher:
         """Download groups concurrently, and insert their chunks in order. Returns whether a group came too late."""
         began, size = time.perf_counter(), 0
         deadline, groups = began + limit, self._tier.group_by_call(records)
-        lease = LeaseGuard([], self._tiers.on_released)
+        lease = LeaseGuard([], self._tiers.on_released, request.usage)
         try:
             with self._downloads.start(groups) as downloads:
                 for download in downloads:

@@ -32,7 +32,9 @@ class SessionServicer(ServicerBase):
         session: Session | None = None
         heartbeats = Heartbeats(request_iterator, self.shared.heartbeat_ms)
         try:
-            session, version = self._open(await heartbeats.receive(), context)
+            with self.stream(context, "Attach", caller_budgets.SESSIONS):  # until it has a session, which counts itself
+                hello = await heartbeats.receive()
+            session, version = self._open(hello, context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
             yield pb.AttachResponse(welcome=self._welcome(session, version))
             while True:

@@ -78,12 +78,12 @@ class StreamServicer(ServicerBase):
     @unary
     async def Store(self, request_iterator: AsyncIterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:
         messages = aiter(request_iterator)
-        start = (await _first(messages, "Store", "start")).start
-        salt = self.salt(context, start.tenant_salt)
-        request_validation.check_descriptor(start.descriptor)
-        request_validation.check_headers([start.header])
-        hints = PromptHints(self.store.ttl.deadline_of(request_validation.check_ttl(start.ttl_seconds)))
         with self.stream(context, "Store", caller_budgets.STREAMS):
+            start = (await _first(messages, "Store", "start")).start
+            salt = self.salt(context, start.tenant_salt)
+            request_validation.check_descriptor(start.descriptor)
+            request_validation.check_headers([start.header])
+            hints = PromptHints(self.store.ttl.deadline_of(request_validation.check_ttl(start.ttl_seconds)))
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor),
                 shares_memory=False, owner=self.principal_of(context), listed=False,
@@ -114,9 +114,9 @@ class StreamServicer(ServicerBase):
     @unary
     async def Fill(self, request_iterator: AsyncIterator[pb.FillRequest], context: Context) -> pb.FillResponse:
         messages = aiter(request_iterator)
-        session = self.session(context, (await _first(messages, "Fill", "session_id")).session_id)
         filled: list[_PayloadUpload] = []
         with self.stream(context, "Fill", caller_budgets.STREAMS):
+            session = self.session(context, (await _first(messages, "Fill", "session_id")).session_id)
             while (message := await _next(messages)) is not None:
                 if message.WhichOneof("message") == "reservation_id":
                     if filled:

@@ -26,7 +26,9 @@ class ArenaEvictor:
         Returns None when every remaining chunk is in use, pinned, or protected by another tenant's quota. The caller
         passes the slot to the tier manager's ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
-        if size_bytes > self.tiers.arena.size_bytes:
+        if size_bytes > self.tiers.arena.size_bytes or self.tiers.arena_quotas.exceeds_quota(
+            tenant, footprint(size_bytes)
+        ):
             return None
         while self.over_quota(tenant, size_bytes):
             if not self._evict(tenant, own=True):

@@ -40,7 +40,7 @@ class DiskEvictor:
     def make_space(self, chunk: Chunk, parent: Chunk | None, size_bytes: int) -> bool:
         """Evict for a new chunk, if the tier admits it."""
         most = min(self.budget_bytes, self._max_bytes)
-        if size_bytes > most:
+        if size_bytes > most or self.quotas.exceeds_quota(chunk.tenant, size_bytes):
             return False
         while self.quotas.over_quota(chunk.tenant, size_bytes):
             if not self._evict(chunk, own=True):

@@ -22,17 +22,22 @@ class HintApplier:
     retained: RetainedChunks
     groups: ChunkGroups
 
-    def record_match(self, path: Sequence[Chunk], contents: Sequence[Chunk], hints: PromptHints) -> None:
-        """Apply a request's hints to its matched prefix and content matches."""
+    def record_match(self, path: Sequence[Chunk], contents: Sequence[tuple[int, Chunk]], hints: PromptHints) -> None:
+        """Apply a request's hints to its matched prefix and content matches.
+
+        ``contents`` are pairs ``(start, chunk)``; ``start`` is the position in the request's prompt.
+        """
+        moved = [chunk for _, chunk in contents]
         if hints.retained:
-            for chunk in (*path, *contents):
-                at = hints.at(chunk.start_position)
+            starts = (*(chunk.start_position for chunk in path), *(start for start, _ in contents))
+            for start, chunk in zip(starts, (*path, *moved), strict=True):
+                at = hints.at(start)
                 self.ttl.extend(chunk, at.expires_at)
                 self.retained.extend(chunk, at.retained_until)
         else:
-            for chunk in (*path[-1:], *contents):
+            for chunk in (*path[-1:], *moved):
                 self.ttl.extend(chunk, hints.expires_at)
-        for chunk in (*path, *contents):
+        for chunk in (*path, *moved):
             self._share(chunk, hints.group, hints.low_priority)
 
     def record_use(self, chunk: Chunk, hints: ChunkHints) -> None:

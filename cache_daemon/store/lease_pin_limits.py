@@ -49,7 +49,7 @@ class LeasePinLimit:
 
     def num_fitting(self, chunks: Sequence[Chunk]) -> int:
         """Return the number of leading chunks that can be added within the limits."""
-        free = self._free_bytes
+        free = self.free_bytes
         for n, chunk in enumerate(chunks):
             if chunk not in self._uses:
                 free -= self._size_of(chunk)
@@ -58,9 +58,10 @@ class LeasePinLimit:
         return len(chunks)
 
     @property
-    def _free_bytes(self) -> int:
+    def free_bytes(self) -> int:
+        """Bytes of chunks that can be added within the limits."""
         own = self.max_bytes - self.size_bytes
-        return own if self.whole is None else min(own, self.whole._free_bytes)
+        return own if self.whole is None else min(own, self.whole.free_bytes)
 
     def check_integrity(self, uses: Counter[Chunk]) -> None:
         """Raise AssertionError unless the counted uses equal ``uses`` and their bytes add up."""

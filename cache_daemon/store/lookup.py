@@ -180,7 +180,7 @@ class Lookup:
         lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
         self._record_use(used, [m.chunk for _, m in content_matches])
-        self._hints.record_match(used, [m.chunk for _, m in content_matches], hints)
+        self._hints.record_match(used, [(start, m.chunk) for start, m in content_matches], hints)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk, usage: LeasePinLimit | None = None) -> LeaseGuard | None:
@@ -283,12 +283,25 @@ class Lookup:
 
     def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
         """Count a use now; tell the eviction policies after the response."""
-        self._tiers.record_use((*path, *contents), self._tiers.clock(), is_hit=True)
+        now = self._tiers.clock()
+        self._tiers.record_use((*path, *contents), now, is_hit=True)
+        for chunk in (*path[:1], *contents):
+            self._postpone_ttl_before(chunk, now)
         if not self._pending_touches:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._apply_some_touches)
         # Parents count as used after their children, so that they are evicted later.
         self._pending_touches.extend(reversed(path))
         self._pending_touches.extend(contents)
+
+    def _postpone_ttl_before(self, chunk: Chunk, now: float) -> None:
+        """Postpone the end of the tenant's TTL of a used chunk's ancestors: their expiry would remove the chunk."""
+        if chunk.tenant.limits.ttl_seconds is None:
+            return
+        parent = self._tiers.parent_of(chunk)
+        while parent is not None and parent.last_used_at < now:
+            self._tiers.record_use([parent], now, is_hit=False)
+            self._tiers.save_recency(parent)
+            parent = self._tiers.parent_of(parent)
 
     def _apply_some_touches(self) -> None:
         self._apply_touches(_MAX_TOUCHES)

@@ -123,9 +123,13 @@ class Persistence:
             chunk.write_state.supersedes.append(old)
 
     def retry_used(self, chunks: Iterable[Chunk]) -> None:
-        """Retry used chunks that are not on disk, because the tier may admit them after a use."""
+        """Retry used chunks that are not on disk, because the tier may admit them after a use.
+
+        During an outage, failed writes are left to ``retry``.
+        """
+        left = self._failed if self.failing else {}
         for chunk in chunks:
-            if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed:
+            if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed and chunk not in left:
                 self.persist(chunk)
 
     def retry(self) -> None:
@@ -235,7 +239,7 @@ class Persistence:
         if not chunk.indexed:
             self._tiers.discard_write(chunk)
             for old in replaced if stored else []:
-                self._requeue(old)
+                self._requeue(old, LossCause.ARENA_FULL)
         elif stored:
             self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
@@ -252,7 +256,10 @@ class Persistence:
             if result.outcome is PutOutcome.CORRUPT:
                 self._drop_corrupt(chunk)
             elif result.outcome is not PutOutcome.CANCELLED:
-                self._record_failure(chunk, result.outcome)
+                if result.outcome is PutOutcome.PARENT_MISSING:
+                    self._requeue_lost(self._tiers.parent_of(chunk))
+                if chunk.indexed:
+                    self._record_failure(chunk, result.outcome)
         self._tiers.on_released(chunk)
         self._progress_event.set()
         self._progress_event = asyncio.Event()
@@ -290,10 +297,19 @@ class Persistence:
             old.write_state.superseder_count -= 1
         chunk.write_state.supersedes.clear()
 
-    def _requeue(self, chunk: Chunk) -> None:
-        """Queue a superseded chunk again after its successor was lost.
+    def _requeue_lost(self, chunk: Chunk | None) -> None:
+        """Queue a durable chunk again that the tier has lost, with its descendants.
 
-        The transaction that stored the successor has removed the superseded chunk from the tier.
+        A repair of the data file may lose chunks while the daemon serves. The tier has no chunk without its ancestors.
+        """
+        if chunk is not None and chunk.disk_state is Residency.PRESENT:
+            for member in self._tiers.index.subtree(chunk):
+                self._requeue(member, LossCause.CORRUPT)
+
+    def _requeue(self, chunk: Chunk, cause: LossCause) -> None:
+        """Queue a chunk again that the tier had and has no more, such as a superseded chunk whose successor was lost.
+
+        If the arena has not got it either, remove it with its descendants, for ``cause``.
         """
         if not chunk.indexed or chunk.disk_state is not Residency.PRESENT:
             return
@@ -301,7 +317,7 @@ class Persistence:
         if chunk.arena_state is Residency.PRESENT:
             self._failed[chunk] = None
         else:
-            self._tiers.remove_subtree(chunk, LossCause.ARENA_FULL)
+            self._tiers.remove_subtree(chunk, cause)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts match the chunks' states."""

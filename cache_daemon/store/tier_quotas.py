@@ -148,6 +148,11 @@ class TierQuotas:
         quota = self.quota_of(tenant.limits)
         return quota is not None and self.usage_of(tenant) + size_bytes > quota
 
+    def exceeds_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
+        """Return True if ``size_bytes`` alone exceed the tenant's quota, so that no eviction helps."""
+        quota = self.quota_of(tenant.limits)
+        return quota is not None and size_bytes > quota
+
     def usage_of(self, tenant: TenantAccount) -> int:
         """Return the bytes used by a tenant that has a quota."""
         return sum(part.used_bytes for part in self._own(tenant))

@@ -17,6 +17,7 @@ from kvsidecar.net.channel import aio_channel
 from kvsidecar.net.grpc_server import Listener, serve_listeners
 
 from benchmarks.certificate_authority import CertificateAuthority
+from benchmarks.condition_wait import until_async
 from cache_daemon.auth.authenticator import RefusalLog
 from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
 from cache_daemon.auth.principal import GUEST, Principal
@@ -176,6 +177,23 @@ async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
         assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
+
+
+async def test_reflection_calls_of_one_caller_have_a_limit(behind: Behind) -> None:
+    guard = AuthInterceptor(knows_friends, InterceptorTimeouts(max_reflections=2))
+    door = Listener(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    async with serve_listeners(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
+        method = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        calls = [method(metadata=FRIEND, timeout=30) for _ in range(3)]
+        await until_async(lambda: any(call.done() for call in calls))
+        (extra,) = [call for call in calls if call.done()]
+        assert await extra.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first, second = [call for call in calls if call is not extra]
+        first.cancel()
+        async with asyncio.timeout(10):  # the server ends a call slightly later than its client
+            while await method(iter(()), metadata=FRIEND, timeout=10).code() is not grpc.StatusCode.OK:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        second.cancel()
 
 
 async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: CertificateAuthority) -> None:

@@ -45,6 +45,14 @@ def test_what_goes_out_comes_in(archive: Path, tmp_path: Path) -> None:
     tier.close()
 
 
+def test_an_import_leaves_what_is_stored(archive: Path) -> None:
+    tokens = chain(1)[0].header.token_ids
+    tier, mine = MemoryTier(), chunk(tokens, payload=bytes(len(tokens) * 128))
+    store(tier, mine)
+    assert import_archive(tier, archive).chunks == 10
+    assert read(tier, mine, chain(2)[1]) == [ReadResult.OK] * 2
+
+
 def test_only_the_roots_asked_for_go_out(archive: Path, tmp_path: Path) -> None:
     tier = opened(tmp_path / "store")
     done = export_archive(tier, tmp_path / "one", frozenset([OTHER_ROOT]))

@@ -52,6 +52,26 @@ def write_at(file: Path, offset: int, content: bytes) -> None:
         handle.write(content)
 
 
+def make_unreadable(patch: pytest.MonkeyPatch, file: Path, page: int) -> None:
+    """Let reads of one page of a file fail, as on a bad sector."""
+    inode, pread, preadv = file.stat().st_ino, os.pread, os.preadv
+
+    def check(handle: int, offset: int, size: int) -> None:
+        if os.fstat(handle).st_ino == inode and offset < (page + 1) * 4096 and offset + size > page * 4096:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def read_some(handle: int, size: int, offset: int) -> bytes:
+        check(handle, offset, size)
+        return pread(handle, size, offset)
+
+    def read_into(handle: int, buffers: list[memoryview], offset: int) -> int:
+        check(handle, offset, sum(map(len, buffers)))
+        return preadv(handle, buffers, offset)
+
+    patch.setattr(os, "pread", read_some)
+    patch.setattr(os, "preadv", read_into)
+
+
 @pytest.mark.parametrize("flips", [60, pytest.param(1500, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_a_flipped_bit_anywhere_neither_crashes_nor_lies(tmp_path: Path, flips: int) -> None:
     filled(tmp_path / "store")
@@ -286,3 +306,66 @@ def test_a_store_that_is_opened_again_while_it_serves_leaves_garbage_collection_
     assert not at_the_start, "nothing else goes on then"
     assert again
     assert all(again)
+
+
+def test_a_file_that_was_away_for_a_moment_is_written_again(tmp_path: Path) -> None:
+    tier, first, second = opened(tmp_path), chunk([1]), chunk([2])
+    store(tier, first)
+    data(tmp_path).rename(tmp_path / "away")
+    with pytest.raises(TierFailed, match="cannot be opened again"):
+        store(tier, second)
+    (tmp_path / "away").rename(data(tmp_path))
+    assert store(tier, second) == [PutOutcome.STORED]
+    assert read(tier, first, second) == [ReadResult.OK] * 2
+    tier.close()
+
+
+def test_a_file_that_failed_while_it_was_opened_again_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: LmdbTier) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tier, first, second = opened(tmp_path), chunk([1]), chunk([2])
+    store(tier, first)
+    with monkeypatch.context() as failing:
+        failing.setattr(LmdbTier, "_refresh_meta", fails)
+        for reason in ("cannot be read", "cannot be opened again"):
+            with pytest.raises(TierFailed, match=reason):
+                store(tier, second)
+    assert store(tier, second) == [PutOutcome.STORED]
+    assert read(tier, first, second) == [ReadResult.OK] * 2
+    tier.close()
+
+
+def test_of_a_damaged_store_a_payload_that_cannot_be_read_is_lost_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, puts = opened(tmp_path), [chunk([i], payload=bytes([i + 1]) * 50_000) for i in range(6)]
+    store(tier, *puts)
+    for value in (b"one", b"two"):  # both meta pages are of later transactions
+        tier.apply(WriteGroup(notes={b"verdict": value}))
+    tier.close()
+    make_unreadable(monkeypatch, data(tmp_path), data(tmp_path).read_bytes().index(b"\x03" * 4000) // 4096 + 1)
+    assert scrub(tmp_path, repair=False).corrupt == 1
+    write_at(data(tmp_path), 0, bytes(4096))
+    tier = opened(tmp_path)
+    assert read(tier, *puts) == [ReadResult.MISSING if i == 2 else ReadResult.OK for i in range(6)]
+    assert [path.name for path in tmp_path.glob("data.mdb.damaged-*")] == ["data.mdb.damaged-1"]
+    tier.close()
+
+
+def test_a_page_that_cannot_be_read_at_the_start_is_like_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = filled(tmp_path / "store")
+    meta = PageFile(data(tmp_path / "store")).metas()[0]
+    for page in (0, 1, meta.main.root, meta.free.root, *random.Random(3).sample(range(2, meta.last_page), 12)):
+        shutil.copytree(tmp_path / "store", tmp_path / "work")
+        with monkeypatch.context() as failing:
+            make_unreadable(failing, data(tmp_path / "work"), page)
+            tier = opened(tmp_path / "work")
+            sound = sum(read(tier, *puts).count(ReadResult.OK) for puts in chains)  # type: ignore[arg-type]
+            tier.close()
+        assert sound >= CHAINS * LENGTH - 110, page
+        shutil.rmtree(tmp_path / "work")

@@ -72,6 +72,14 @@ class Guest:
             said.put(pb.StoreRequest(data=bytes(MEBIBYTE)))
         return self.stub.Store.future(iter(said.get, None))
 
+    def begin_silent(self, method: str) -> Any:
+        """Begin a call that sends nothing, and leave it open."""
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._open.append(said)
+        multi = getattr(self.stub, method)
+        self._calls.append(getattr(multi, "future", multi)(iter(said.get, None)))
+        return self._calls[-1]
+
     def close(self) -> None:
         for said in self._open:
             said.put(None)
@@ -146,6 +154,17 @@ def test_idle_store_calls_of_guests_keep_no_worker_out(worker: Peer, guest: Gues
     mine = [pb.StoreRequest(start=pb.StoreStart(descriptor=worker.descriptor, header=worker.header([1])))]
     code, why = code_of(lambda: worker.stub.Store(iter(mine), timeout=10))
     assert (code, "0 payload bytes were sent" in why) == (grpc.StatusCode.INVALID_ARGUMENT, True), "it was let in"
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [(call, request_validation.MAX_CALLER_STREAMS) for call in ("Store", "Fill")]
+    + [("Attach", request_validation.MAX_CALLER_SESSIONS)],
+)
+def test_calls_that_send_nothing_count(guest: Guest, method: str, most: int) -> None:
+    calls = [guest.begin_silent(method) for _ in range(most + 4)]
+    until(lambda: sum(call.done() for call in calls) >= 4)
+    assert {call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 def test_sessions_of_one_guest_leave_room_for_other_callers(node: Node, guest: Guest, tmp_path: Path) -> None:

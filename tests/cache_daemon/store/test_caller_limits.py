@@ -9,9 +9,12 @@ from kvsidecar.errors import LimitExceeded, QuotaExceeded
 
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store import pins
+from cache_daemon.store.lookup import FetchHints
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.conftest import descriptor
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
+from tests.cache_daemon.remote.nodes import CHUNK, PRICE, cuts_of, node, prompt
 from tests.cache_daemon.stores import Bench, opened
 
 PAGE = 4096
@@ -235,3 +238,20 @@ async def test_a_fetch_that_outlives_its_lease_still_counts() -> None:
         result = await bench.store.match(session, b"", keys.token_bytes(page_of(5)))
         assert result.matched_tokens == 32
         bench.store.close_session(session)
+
+
+async def test_a_fetch_from_the_remote_tier_ends_at_a_callers_share() -> None:
+    engine, ids = InMemoryBackend(), prompt(8)
+    async with node(engine) as a, node(engine, arena_bytes=16 * PAGE) as b:
+        await a.share(ids)
+        session, hints = far(b.bench, "alice"), FetchHints(cuts_of(ids), PRICE, 5.0)
+        assert session.usage is not None
+        assert (await b.bench.put(page_of(100), salt=b"x"))[1] == COMMITTED
+        leased = await b.bench.store.match(session, b"x", keys.token_bytes(page_of(100)))
+        brought = await b.remote.fetch(session, b"", keys.token_bytes(ids), hints)
+        assert brought.tokens == 3 * CHUNK, "a quarter of the arena, with the chunk that is leased"
+        assert session.usage.size_bytes == PAGE
+        b.bench.store.release(session, [leased.lease_id])
+        b.tier.group_by_call = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
+        assert (await b.remote.fetch(session, b"", keys.token_bytes(ids), hints)).tokens == 4 * CHUNK
+        b.bench.store.close_session(session)

@@ -11,6 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 
 from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.store_clock import WallClock
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -71,6 +72,20 @@ async def test_a_chunk_larger_than_the_durable_budget_evicts_nothing_from_disk()
         await bench.store.settle()
         stats = bench.store.stats()
         assert (stats.durable_chunks, stats.durable_evictions) == (1, 0)
+
+
+async def test_a_chunk_larger_than_its_tenants_quota_evicts_nothing() -> None:
+    limits = {b"a": TenantLimits(arena_bytes=8 * SLOT, store_bytes=4 * SLOT)}
+    async with opened(arena_bytes=16 * SLOT, limits=limits) as bench:
+        for i in range(2):
+            key, _ = await bench.put([i], salt=b"a")
+            await bench.store.settle()
+        await bench.put(list(range(100, 200)), salt=b"a")  # 4 slots, and 5 with its header on disk
+        await bench.store.settle()
+        assert (bench.store.stats().arena_chunks, bench.store.stats().durable_chunks) == (3, 2)
+        tenant = bench.store.find(bench.root(b"a"), key).tenant
+        assert ArenaEvictor(bench.store.tiers).allocate(9 * SLOT, tenant) is None, "as after a smaller quota is read"
+        assert bench.store.stats().arena_chunks == 3
 
 
 async def test_commit_waits_for_the_disk_when_the_arena_is_full_of_what_is_being_written() -> None:

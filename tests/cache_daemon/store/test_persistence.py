@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks.condition_wait import until_async
+from cache_daemon.durable.durable_tier import WriteGroup
 from cache_daemon.store.chunk import Residency
+from cache_daemon.store.loss_cause import LossCause
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import opened
 
@@ -63,3 +65,48 @@ async def test_what_the_budget_has_no_place_for_does_not_wait() -> None:
         key, _ = await bench.put([1])
         await bench.put([2], 1, key)
         assert bench.store.stats().pending_writes == 0
+
+
+async def test_what_the_disk_has_lost_is_written_again_before_its_child() -> None:
+    disk = MemoryTier()
+    async with opened(tier=disk) as bench:
+        persistence = bench.store._persistence
+        assert persistence is not None
+        await bench.store._upkeep.stop()
+        key, _ = await bench.put([1])
+        other, _ = await bench.put([2], 1, key)
+        await bench.store.settle()
+        disk.apply(WriteGroup(remove=(key,)))
+        child, _ = await bench.put([3], 1, key)
+        for _ in range(3):
+            await bench.store.settle()
+            persistence.retry()
+        await bench.store.settle()
+        assert disk.stored_keys()[0] == key
+        assert set(disk.stored_keys()) == {key, other, child}
+        assert bench.store.stats().pending_writes == 0
+
+
+async def test_what_disk_and_arena_have_lost_goes_with_its_children() -> None:
+    disk = MemoryTier()
+    async with opened(tier=disk) as bench:
+        await bench.store._upkeep.stop()
+        key, _ = await bench.put([1])
+        await bench.store.settle()
+        bench.store.tiers.evict_from_arena(bench.store.find(bench.root(), key), LossCause.ARENA_FULL)
+        disk.apply(WriteGroup(remove=(key,)))
+        await bench.put([2], 1, key)
+        await bench.store.settle()
+        assert (bench.store.stats().chunks, bench.store.stats().pending_writes) == (0, 0)
+
+
+async def test_during_an_outage_a_use_retries_no_failed_chunk() -> None:
+    async with opened() as bench:
+        await bench.store._upkeep.stop()
+        bench.tier.fail_applies(100)
+        await bench.put([1])
+        await until_async(lambda: bench.store.stats().failed_writes == 1)
+        assert await bench.found([1]) == 1
+        await bench.store.settle()
+        assert bench.store.stats().failed_writes == 1
+        bench.tier.heal()

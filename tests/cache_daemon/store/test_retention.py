@@ -106,6 +106,18 @@ async def test_only_the_named_part_of_a_prompt_is_retained() -> None:
         assert known(bench, [1, 2, 3, 4]) == 2
 
 
+async def test_a_content_match_is_retained_by_its_position_in_this_prompt() -> None:
+    async with opened() as bench:
+        begin = await put(bench, [1, 2])
+        late = await put(bench, [3, 4], start=2, parent=begin)
+        ids, ranges = keys.token_bytes([3, 4, 9, 1, 2]), [(0, 2), (3, 2)]
+        found = await bench.store.match(bench.session, b"", ids, ranges, hints=retain(bench, 300, end=2))
+        assert [start for start, _ in found.contents] == [0, 3]
+        bench.store.release(bench.session, [found.lease_id])
+        chunks = [bench.store.find(bench.root(), key) for key in (begin, late)]
+        assert [chunk.is_retained for chunk in chunks] == [False, True]
+
+
 async def test_retention_counts_against_the_pin_quota_and_never_blocks_the_tenant() -> None:
     limits = {b"a": TenantLimits(pin_bytes=2 * SLOT), b"q": TenantLimits(arena_bytes=4 * SLOT, store_bytes=8 * SLOT)}
     async with opened(arena_bytes=32 * SLOT, budget_bytes=80 * SLOT, limits=limits) as bench:

@@ -131,6 +131,22 @@ async def test_pins_and_tenants_limits_count_as_ever() -> None:
         assert (await ask(bench, [2], 1), await ask(bench, [3], 1)) == (1, 1)
 
 
+async def test_a_use_of_a_chunk_alone_postpones_the_tenants_ttl_of_what_it_continues() -> None:
+    async with opened(limits={b"t": TenantLimits(ttl_seconds=100)}) as bench:
+        begin = await put(bench, [1, 2], FOREVER, salt=b"t")
+        key = await put(bench, [3, 4], FOREVER, 2, begin, salt=b"t")
+        bench.clock.now += 60
+        found = await bench.store.match(bench.session, b"t", keys.token_bytes([9, 3, 4]), [(1, 2)])
+        assert [start for start, _ in found.contents] == [1]
+        bench.store.release(bench.session, [found.lease_id])
+        for _ in range(2):
+            bench.clock.now += 60
+            await bench.store.sweep()
+            assert bench.store.stats().chunks == 2
+            async with bench.store.reader.promoted(bench.store.find(bench.root(b"t"), key)):
+                """As a Fetch without a session."""
+
+
 async def test_a_sweep_looks_at_no_chunk_that_is_not_due(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     async with opened(limits={b"t": TenantLimits(ttl_seconds=100)}) as bench:
