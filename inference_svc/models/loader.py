@@ -35,7 +35,14 @@ from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name, windows_of
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.device_weights import load_to_device
-from inference_svc.models.gguf.gguf_loader import CODES, SAMPLING, check_codes, convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import (
+    CODES,
+    GREEDY_SAMPLING,
+    SAMPLING,
+    check_codes,
+    convert_gguf,
+    open_source,
+)
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
@@ -121,12 +128,10 @@ class LoadedModel:
         They come from generation_config.json; empty without that file.
         """
         wanted: Any = getattr(self.model, "generation_config", None)
-        if getattr(wanted, "do_sample", None) is None:
-            return {}
-        if not wanted.do_sample:
-            return {"temperature": 0.0}
-        stated = {name: getattr(wanted, name, None) for name in SAMPLING}
-        return {name: value for name, value in stated.items() if value is not None}
+        sampled = getattr(wanted, "do_sample", None)
+        stated = {name: getattr(wanted, name, None) for name in (SAMPLING if sampled else GREEDY_SAMPLING)}
+        found = {name: value for name, value in stated.items() if value is not None}
+        return found if sampled or sampled is None else {"temperature": 0.0} | found
 
     def sentence_ends(self) -> frozenset[int]:
         """Tokens that end a sentence or a line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,16 @@ def test_sampling_that_is_recommended_beside_the_file_comes_along(tmp_path: Path
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
     assert load(str(file), device="cpu", dtype="bfloat16").sampling == {"temperature": 0.0}
     assert load("demo", device="cpu").sampling == {}
+
+
+def test_a_recommended_repetition_penalty_comes_along_for_greedy_answers_too(tmp_path: Path) -> None:
+    file, _ = model_file(tmp_path, "qwen2")
+    stated = {"temperature": 0.2, "min_p": 0.05, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    assert load(str(file), device="cpu", dtype="float32").sampling == stated
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated | {"do_sample": False}))
+    greedy = load(str(file), device="cpu", dtype="bfloat16").sampling
+    assert greedy == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
