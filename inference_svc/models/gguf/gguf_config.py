@@ -113,7 +113,8 @@ def _llama(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
     original = file.get("rope.scaling.original_context_length", values["max_position_embeddings"])
-    return {"sliding_window": file.get("attention.sliding_window"), "original_max_position_embeddings": original}
+    window = file.get("attention.sliding_window") or None  # llama.cpp writes 0 for a model without windows
+    return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
 def _gemma(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:

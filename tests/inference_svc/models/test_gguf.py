@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, np.ndarray]]] = {
                          "rope.scaling.original_context_length": 256}, {}),
     "qwen3": ("qwen3", t.Qwen3Config(**SHAPE, head_dim=32), {}, {}),
     "phi3": ("phi3", t.Phi3Config(**SHAPE, sliding_window=47, pad_token_id=0), {"attention.sliding_window": 47}, {}),
+    "phi4": ("phi3", t.Phi3Config(**SHAPE, sliding_window=None, pad_token_id=0), {"attention.sliding_window": 0}, {}),
     "phi3 with LongRoPE": (
         "phi3",
         t.Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=dict(LONGROPE)),
