@@ -312,6 +312,25 @@ def test_models_that_cannot_be_read_say_why(tmp_path: Path, arch: str, metadata:
         load(str(file))
 
 
+@pytest.mark.parametrize(
+    ("case", "metadata"),
+    [
+        ("phi3", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),  # phi3 knows no such scaling
+        ("llama", {"attention.head_count": 0}),
+        ("gemma3", {"attention.sliding_window": 16, "attention.sliding_window_pattern": 0}),
+        ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": "four"}),
+    ],
+)
+def test_metadata_that_describe_no_model_are_refused_in_one_line(
+    tmp_path: Path, case: str, metadata: dict[str, Any]
+) -> None:
+    arch, config, _, _ = CASES[case]
+    file = write(tmp_path / "model.gguf", arch, random_model(config), None, metadata)
+    with pytest.raises(ModelUnsupported, match=r"describes no model that transformers can build: \w+: .*") as caught:
+        load(str(file))
+    assert "\n" not in str(caught.value)
+
+
 def test_damaged_files_are_refused_wherever_they_end(tmp_path: Path) -> None:
     file, _ = model_file(tmp_path, "qwen2")
     data = file.read_bytes()
