@@ -160,5 +160,27 @@ def test_a_missing_part_is_named(folders: tuple[Path, Path], tmp_path: Path) -> 
             load(str(folder))
 
 
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
+def test_a_quantized_mixture_is_refused_as_such(folders: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+    """Its experts are one weight in the model, and packed one by one in the files."""
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    configure(folder, {**SETTINGS, "quant_method": method})
+    with pytest.raises(ModelUnsupported, match="quantized weights of a mixture of 4 experts are not supported"):
+        load(str(folder), device="cpu")
+
+
+def test_quantized_weights_that_the_model_does_not_have_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    known, unknown = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.0.up_proj"
+    tensors |= {f"{unknown}.{part}": tensors[f"{known}.{part}"].clone() for part in ("qweight", "qzeros", "scales")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=f"{unknown}, which is no linear layer of the model"):
+        load(str(folder), device="cpu")
+
+
 def test_attention_is_ours(folders: tuple[Path, Path]) -> None:
     assert load(str(folders[0])).model.config._attn_implementation == ATTENTION_NAME
