@@ -65,6 +65,7 @@ from inference_svc.models.tensor_parallel.parallel_layers import parallelize
 from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from inference_svc.models.tensor_parallel.shard_loader import load_shard, random_shard
 from inference_svc.models.tensor_parallel.shard_plan import ShardPlan, plan_shard
+from inference_svc.models.tied_head import untie_own_head
 
 log = structlog.get_logger("model")
 
@@ -224,9 +225,12 @@ def load(
     kept = quantized_fingerprint(identity, width) if width < 16 and here else identity
     model: Any = None
     streamed: StreamedModel | None = None
+    recipe: LayerFileRecipe | None = None
     stream = _with_pool_of(config, chosen, context_length, stream)
     try:
-        recipe = _recipe(folder, config, chosen, width, packed, keep, place) if stream.mode != "off" else None
+        own_head = untie_own_head(config, folder)
+        if stream.mode != "off":
+            recipe = _recipe(folder, config, chosen, width, packed, keep, place, own_head)
         if recipe is not None and (_must_stream(stream, recipe) or _is_needed(folder, recipe, width, stream, place)):
             model, streamed = load_streamed(recipe, kept, stream, device=place)
             set_generation_config(model, folder)
@@ -268,6 +272,7 @@ def _recipe(
     packed: bool,
     keep: quantized.LinearFactory | None,
     device: torch.device,
+    own_head: bool,
 ) -> LayerFileRecipe:
     if packed:
         quantized.check_quantization(config)
@@ -278,7 +283,7 @@ def _recipe(
     folder = folder.resolve()
     materials, source = partial(CheckpointWeights, folder, dtype, keep), str(folder / "config.json")
     bits, on_device = 16 if packed else width, device.type != "cpu"
-    return LayerFileRecipe(config, ATTENTION_NAME, dtype, bits, materials, folder.name, source, on_device)
+    return LayerFileRecipe(config, ATTENTION_NAME, dtype, bits, materials, folder.name, source, on_device, own_head)
 
 
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:

@@ -21,6 +21,7 @@ from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from tests.inference_svc.models.layer_streaming.test_size_estimate import agrees, streamed
+from tests.inference_svc.models.test_device_weights import add_head
 
 GROUP = 64
 SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -158,6 +159,13 @@ def test_a_missing_part_is_named(folders: tuple[Path, Path], tmp_path: Path) -> 
         save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ModelUnsupported, match=name):
             load(str(folder))
+
+
+def test_a_head_of_its_own_is_kept(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    add_head(folder)
+    model: Any = load(str(folder), device="cpu", dtype="float32").model
+    assert torch.equal(model.lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
 @pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
