@@ -22,6 +22,7 @@ from kvkernels.cuda.cuda_attention import AttentionRows, CascadeAttention, Paged
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
 from kvkernels.cuda.kernel_select import supports
 from kvkernels.device.visible_devices import device_of, is_device
+from kvsidecar.errors import first_line
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
@@ -276,7 +277,7 @@ def _agrees(pool: KVPool, kernels: Kernels, heads: int, library: LibraryFn, gene
         error = float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
     except RuntimeError as refused:
         check_device(query.device, refused)
-        log.warning("PyTorch's flash attention is not used", reason=str(refused).splitlines()[0])
+        log.warning("PyTorch's flash attention is not used", reason=first_line(refused))
         return False
     if not error <= _TOLERANCE:  # NaN is no agreement
         log.warning("PyTorch's flash attention is not used, because its results are not ours", error=error)

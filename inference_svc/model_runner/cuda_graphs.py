@@ -19,6 +19,7 @@ from kvkernels.cuda.cuda_attention import AttentionRows
 from kvkernels.cuda.cuda_library import KernelLaunchError
 from kvkernels.device.device_port import Device, Step
 from kvkernels.device.visible_devices import device_of, is_device
+from kvsidecar.errors import first_line
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import KeyRanges
@@ -228,14 +229,14 @@ class CudaGraphs:
                 sequences=bucket.sequences,
                 max_keys=bucket.most_keys,
                 next_attempt_seconds=_RETRY_SECONDS,
-                reason=str(error).splitlines()[0],
+                reason=first_line(error),
             )
             return None
         except RuntimeError as error:
             check_device(self._pool.keys.device, error)
             self._refused = True
             self._recorded.clear()
-            log.warning("decode steps cannot be recorded and run one by one", reason=str(error).splitlines()[0])
+            log.warning("decode steps cannot be recorded and run one by one", reason=first_line(error))
             return None
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import torch
 from kvkernels.device.visible_devices import device_of, is_device
+from kvsidecar.errors import first_line
 
 # Limit of the wait for a device that may hang. A step's enqueued work takes less time.
 _MAX_CHECK_SECONDS = 30.0
@@ -33,7 +34,7 @@ def check_device(device: torch.device, error: BaseException) -> None:
     except TimeoutError:
         raise EngineLost(f"{device} computes no more: it has not answered for {_MAX_CHECK_SECONDS:.0f} s") from error
     except Exception as lost:
-        raise EngineLost(f"{device} computes no more: {str(lost).splitlines()[0]}") from error
+        raise EngineLost(f"{device} computes no more: {first_line(lost)}") from error
 
 
 def _synchronize(device: torch.device, checked: Future[None]) -> None:

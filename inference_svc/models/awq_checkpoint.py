@@ -26,6 +26,7 @@ from inference_svc.models import compressed_tensors
 from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
+from inference_svc.models.mixture_of_experts import num_experts
 from inference_svc.models.safetensors_reader import shape_in, tensor_in
 
 METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
@@ -65,11 +66,16 @@ def method_of(config: Any) -> str:
 
 
 def check_quantization(config: Any) -> None:
-    """Raise ModelUnsupported unless the weights have 4 bits in a supported format.
+    """Raise ModelUnsupported unless the weights have 4 bits in a supported format, and the model is dense.
 
     The formats are AWQ's GEMM format and compressed-tensors' packing.
     """
     settings = config.quantization_config
+    if experts := num_experts(config):
+        raise ModelUnsupported(
+            f"quantization_config says quant_method {method_of(config)!r}, and quantized weights of a mixture of "
+            f"{experts} experts are not supported; use a checkpoint that is not quantized"
+        )
     if method_of(config) == gguf_codes.METHOD:
         return
     if method_of(config) == compressed_tensors.METHOD:
@@ -127,13 +133,16 @@ def load_awq(
     """Load a model from a folder to a device, layer by layer. Its unquantized parts get ``dtype``.
 
     Weights for which ``keep`` builds no layer are dequantized. Raises ModelUnsupported for another format, and if the
-    files lack a weight of the model.
+    files lack a weight of the model, or have a quantized one that the model does not have.
     """
     check_quantization(config)
     del config.quantization_config
     model = build_meta_model(config, dtype, attention)
     where = tensor_files(folder)
     linears = sorted(found for found in map(_linear_of, where) if found)
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := sorted({*linears} - layers):
+        raise ModelUnsupported(f"{folder} has quantized weights of {unknown[0]}, which is no linear layer of the model")
     state: dict[str, Tensor] = {}
     with Progress(transient=True) as progress:
         for name, parts in progress.track(

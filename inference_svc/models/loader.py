@@ -35,7 +35,14 @@ from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name, windows_of
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.device_weights import load_to_device
-from inference_svc.models.gguf.gguf_loader import CODES, SAMPLING, check_codes, convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import (
+    CODES,
+    GREEDY_SAMPLING,
+    SAMPLING,
+    check_codes,
+    convert_gguf,
+    open_source,
+)
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
@@ -58,6 +65,7 @@ from inference_svc.models.tensor_parallel.parallel_layers import parallelize
 from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from inference_svc.models.tensor_parallel.shard_loader import load_shard, random_shard
 from inference_svc.models.tensor_parallel.shard_plan import ShardPlan, plan_shard
+from inference_svc.models.tied_head import untie_own_head
 
 log = structlog.get_logger("model")
 
@@ -121,12 +129,10 @@ class LoadedModel:
         They come from generation_config.json; empty without that file.
         """
         wanted: Any = getattr(self.model, "generation_config", None)
-        if getattr(wanted, "do_sample", None) is None:
-            return {}
-        if not wanted.do_sample:
-            return {"temperature": 0.0}
-        stated = {name: getattr(wanted, name, None) for name in SAMPLING}
-        return {name: value for name, value in stated.items() if value is not None}
+        sampled = getattr(wanted, "do_sample", None)
+        stated = {name: getattr(wanted, name, None) for name in (SAMPLING if sampled else GREEDY_SAMPLING)}
+        found = {name: value for name, value in stated.items() if value is not None}
+        return found if sampled or sampled is None else {"temperature": 0.0} | found
 
     def sentence_ends(self) -> frozenset[int]:
         """Tokens that end a sentence or a line."""
@@ -219,9 +225,12 @@ def load(
     kept = quantized_fingerprint(identity, width) if width < 16 and here else identity
     model: Any = None
     streamed: StreamedModel | None = None
+    recipe: LayerFileRecipe | None = None
     stream = _with_pool_of(config, chosen, context_length, stream)
     try:
-        recipe = _recipe(folder, config, chosen, width, packed, keep, place) if stream.mode != "off" else None
+        own_head = untie_own_head(config, folder)
+        if stream.mode != "off":
+            recipe = _recipe(folder, config, chosen, width, packed, keep, place, own_head)
         if recipe is not None and (_must_stream(stream, recipe) or _is_needed(folder, recipe, width, stream, place)):
             model, streamed = load_streamed(recipe, kept, stream, device=place)
             set_generation_config(model, folder)
@@ -263,6 +272,7 @@ def _recipe(
     packed: bool,
     keep: quantized.LinearFactory | None,
     device: torch.device,
+    own_head: bool,
 ) -> LayerFileRecipe:
     if packed:
         quantized.check_quantization(config)
@@ -273,7 +283,7 @@ def _recipe(
     folder = folder.resolve()
     materials, source = partial(CheckpointWeights, folder, dtype, keep), str(folder / "config.json")
     bits, on_device = 16 if packed else width, device.type != "cpu"
-    return LayerFileRecipe(config, ATTENTION_NAME, dtype, bits, materials, folder.name, source, on_device)
+    return LayerFileRecipe(config, ATTENTION_NAME, dtype, bits, materials, folder.name, source, on_device, own_head)
 
 
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:

@@ -19,6 +19,11 @@ from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 EXPERTS = "kvsidecar_experts"
 
 
+def num_experts(config: Any) -> int:
+    """Number of a mixture's experts; 0 for a dense model."""
+    return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
+
+
 def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Run ``hidden [rows, width]`` through experts ``chosen [rows, k]`` with ``weights [rows, k]``.
 

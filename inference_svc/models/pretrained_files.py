@@ -12,13 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from inference_svc.models.mixture_of_experts import EXPERTS
 
+# What transformers, and its strict configuration classes, raise for settings that describe no model.
+BAD_SETTINGS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
+
 
 def read_config(folder: Path) -> Any:
     """Read config.json. Raises ModelUnsupported."""
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise ModelUnsupported(f"cannot read {folder / 'config.json'}: {_one_line(error)}") from error
+    except (OSError, *BAD_SETTINGS) as error:
+        raise ModelUnsupported(f"cannot read {folder / 'config.json'}: {one_line(error)}") from error
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -26,7 +29,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises Exception itself
-        raise ModelUnsupported(f"cannot load the tokenizer in {folder}: {_one_line(error)}") from error
+        raise ModelUnsupported(f"cannot load the tokenizer in {folder}: {one_line(error)}") from error
 
 
 def read_model(folder: Path, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
@@ -41,5 +44,6 @@ def read_model(folder: Path, dtype: torch.dtype, attention: str, device: torch.d
     return model
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the type and the text of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -30,6 +30,7 @@ from inference_svc.models.pretrained_files import read_config, read_tokenizer
 from inference_svc.models.progress_bar import progress_bar
 from inference_svc.models.random_models import PREFIX
 from inference_svc.models.safetensors_writer import SafetensorsWriter
+from inference_svc.models.tied_head import untie_own_head
 from inference_svc.quantize import calibration_texts
 from inference_svc.quantize.layerwise_quantizer import LayerwiseQuantizer, QualityReport
 from inference_svc.quantize.quantized_checkpoint import REPORT, building, check_output, write_metadata
@@ -102,6 +103,7 @@ def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
     check_architecture(architecture, config)
     tokenizer = read_tokenizer(folder)
     try:
+        untie_own_head(config, folder)
         work = LayerwiseQuantizer(folder, config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnsupported(f"cannot read the model in {folder}: {error}") from error
@@ -115,7 +117,7 @@ def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
     tensors = work.specs()
     size = sum(tensor.size_bytes for tensor in tensors)
     with building(out, size) as partial:
-        write_metadata(folder, partial, work.group)
+        write_metadata(folder, partial, work.group, bool(config.tie_word_embeddings))
         with (
             progress_bar("quantizing") as progress,
             SafetensorsWriter(partial / "model.safetensors", tensors) as weights,

@@ -54,16 +54,18 @@ def building(out: Path, size_bytes: int) -> Iterator[Path]:
         raise ConfigurationError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def write_metadata(source: Path, target: Path, group: int) -> None:
-    """Write the configuration of the 4-bit model, and copy the original's other files.
+def write_metadata(source: Path, target: Path, group: int, tied: bool) -> None:
+    """Write the configuration of the 4-bit model, and copy the original's other files, such as the tokenizer.
 
-    These include the tokenizer.
+    ``tied`` is true if the head is tied to the embedding, and is then not among the written weights. Raises
+    ModelUnsupported.
     """
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnsupported(f"cannot read {source / 'config.json'}: {error}") from error
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
+    config["tie_word_embeddings"] = tied
     config["quantization_config"] = {
         "quant_method": "awq",
         "bits": 4,

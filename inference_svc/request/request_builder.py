@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from secrets import token_hex
 
+import structlog
 from kvsidecar.errors import InvalidRequest, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
@@ -17,7 +18,7 @@ from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.request.breakpoint_finder import BreakpointFinder
 from inference_svc.request.prompt_tokenizer import PromptTokenizer
-from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.sampling.sampling_params import SamplingParams, valid_defaults
 from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer, ReasoningMarkers
 from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
@@ -25,6 +26,8 @@ from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
+
+log = structlog.get_logger("worker")
 
 _MODES = {
     pb.SPECULATION_OFF: SpeculationMode.OFF,
@@ -74,6 +77,9 @@ class RequestBuilder:
         self._adapters = adapters if adapters is not None else {}
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._context = loaded, context_length
+        self._sampling = valid_defaults(loaded.sampling)
+        if refused := {name: value for name, value in loaded.sampling.items() if name not in self._sampling}:
+            log.warning("generation_config.json recommends values that are not allowed; they are not used", **refused)
         self._reuse_anywhere = defaults.reuse_anywhere
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(loaded.tokenizer, self._vocabulary, loaded.stop_tokens)
@@ -215,7 +221,7 @@ class RequestBuilder:
             sent["logit_bias"] = dict(given.logit_bias)
         if given.allowed_tokens:
             sent["allowed_tokens"] = frozenset(given.allowed_tokens)
-        return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
+        return SamplingParams(**(self._sampling | sent), min_tokens=min_tokens)
 
     def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
         """Return the speculation mode of a request. Raises InvalidRequest."""

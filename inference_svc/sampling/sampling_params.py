@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +104,19 @@ class SamplingParams:
 def _within(name: str, value: float, holds: bool, allowed: str) -> None:
     if not holds:
         raise InvalidRequest(f"{name} is {value}; allowed are {allowed}", param=name)
+
+
+def valid_defaults(recommended: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those sampling parameters that a model recommends and that a request may have."""
+    return {name: value for name, value in recommended.items() if _is_valid(name, value)}
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        SamplingParams(**{name: value})
+    except (InvalidRequest, TypeError):  # TypeError: it is no number
+        return False
+    return True
 
 
 def min_p_margin(min_p: float) -> float:

@@ -9,7 +9,7 @@ import torch
 from kvkernels import ops
 from kvkernels.device.visible_devices import device_of, is_device
 from kvsidecar.byte_sizes import format_size
-from kvsidecar.errors import ConfigurationError
+from kvsidecar.errors import ConfigurationError, first_line
 
 from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -83,7 +83,7 @@ def _try_pool(
         overflow = open_overflow(config, loaded, tokens) if loaded.shard is None else None
         return new_pool(loaded, tokens, overflow, ranks), ""
     except torch.OutOfMemoryError as error:
-        return None, str(error).splitlines()[0]
+        return None, first_line(error)
 
 
 def _left_for_pool(config: WorkerConfig, loaded: LoadedModel, adapter_bytes: int) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 import torch
 from kvsidecar.byte_sizes import format_size
-from kvsidecar.errors import ConfigurationError
+from kvsidecar.errors import ConfigurationError, first_line
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import ServedCounts
 from kvsidecar.net.channel import ServiceAddress
@@ -248,7 +248,7 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, draft: LoadedMode
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"{loaded.device} has no memory for the draft model's pool of {pool.pages * PAGE_TOKENS} tokens: "
-            f"{str(error).splitlines()[0]}; choose a smaller pool_bytes"
+            f"{first_line(error)}; choose a smaller pool_bytes"
         ) from error
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
     return DraftModelProposer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from kvsidecar.errors import Unavailable
+from kvsidecar.errors import Unavailable, first_line
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class ParallelDecoder(Decoder):
             self._ranks.send(Compute([SliceMessage.of(piece) for piece in slices]))
             return self(batch)
         except Exception as error:
-            raise EngineLost(f"{self._ranks.lost_reason()} ({str(error).splitlines()[0]})") from error
+            raise EngineLost(f"{self._ranks.lost_reason()} ({first_line(error)})") from error
 
 
 class ParallelKVPool(KVPool):

@@ -19,6 +19,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference_svc.models.gguf.gguf_file import GgufFile
+from inference_svc.models.pretrained_files import BAD_SETTINGS, one_line
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DEFAULT_THETA, _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN = 10_000.0, 10_000.0, 6
@@ -63,6 +64,15 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
 def config_of(file: GgufFile) -> Any:
     """Build the configuration. Raises ModelUnsupported for missing or unsupported metadata."""
     kind = architecture_of(file)
+    try:
+        return AutoConfig.for_model(kind.model_type, **_settings(file, kind))
+    except BAD_SETTINGS as error:
+        raise ModelUnsupported(
+            f"{file.path} describes no model that transformers can build: {one_line(error)}"
+        ) from error
+
+
+def _settings(file: GgufFile, kind: GgufArchitecture) -> dict[str, Any]:
     heads, width = _number(file, "attention.head_count"), _number(file, "embedding_length")
     head_dim = file.get("attention.key_length") or width // heads
     if file.architecture == "llama":
@@ -85,11 +95,7 @@ def config_of(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, int(head_dim)),
         **tokens,
     }
-    values |= _OWN.get(file.architecture, _nothing)(file, values)
-    try:
-        return AutoConfig.for_model(kind.model_type, **values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelUnsupported(f"{file.path} describes no model that transformers can build: {error}") from error
+    return values | _OWN.get(file.architecture, _nothing)(file, values)
 
 
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -113,7 +119,8 @@ def _llama(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
     original = file.get("rope.scaling.original_context_length", values["max_position_embeddings"])
-    return {"sliding_window": file.get("attention.sliding_window"), "original_max_position_embeddings": original}
+    window = file.get("attention.sliding_window") or None  # llama.cpp writes 0 for a model without windows
+    return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
 def _gemma(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:

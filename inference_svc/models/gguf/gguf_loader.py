@@ -34,11 +34,13 @@ log = structlog.get_logger("model")
 # Value of the width setting for weights that keep a file's codes.
 CODES = "codes"
 # Raise it when the contents of converted folders change, so that older folders are converted again.
-_VERSION = 1
+_VERSION = 2
 # Tokens that may end a turn. Each is an end token if the chat template uses it; a file's metadata names only one.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 # Sampling defaults that generation_config.json may recommend, by their names there.
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Those of them that also change greedy answers.
+GREEDY_SAMPLING = ("repetition_penalty",)
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,11 @@ def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase)
 def _recommended(beside: Path) -> dict[str, Any]:
     try:
         stated = json.loads(beside.read_text(encoding="utf-8"))
-        found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+        sampled = bool(stated.get("do_sample", True))
+        names = SAMPLING if sampled else GREEDY_SAMPLING  # transformers writes no other values for greedy answers
+        found = {name: stated[name] for name in names if stated.get(name) is not None}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
         raise ModelUnsupported(f"cannot read {beside}: {error}") from error
-    return found | {"do_sample": bool(stated.get("do_sample", True))} if found or "do_sample" in stated else {}
+    return found | {"do_sample": sampled} if found or "do_sample" in stated else {}

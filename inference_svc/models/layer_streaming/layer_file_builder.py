@@ -53,6 +53,7 @@ class LayerFileRecipe:
     name: str
     source: str  # the original file, or the name of a random model
     on_device: bool = False  # another device than the CPU computes: of the CPU kernels' layouts, only codes are used
+    own_head: bool = False  # the head is not tied to the embedding, although the checkpoint's config.json says so
 
     def meta_model(self) -> Any:
         return build_meta_model(self.config, self.dtype, self.attention)

@@ -203,6 +203,7 @@ def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
         # The CPU determines the kernels' layouts; the CPU and torch determine oneDNN's layout.
         "kernels": cpu_library.usable_variants(),
         **({"device": True} if recipe.on_device else {}),
+        **({"own_head": True} if recipe.own_head else {}),
         "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
         "version": VERSION,
     }

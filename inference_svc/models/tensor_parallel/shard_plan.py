@@ -15,6 +15,8 @@ from typing import Any
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 
+from inference_svc.models.mixture_of_experts import num_experts
+
 Part = tuple[int, int]
 # Feed-forward channels per unit of division. The first unit that divides the channels is used: a large unit avoids cuts
 # in groups of quantized weights.
@@ -110,8 +112,7 @@ def plan_shard(config: Any, rank: int, size: int) -> ShardPlan:
             raise ConfigurationError(
                 f"tensor_parallel_size is {size}, and the model has {count} {name}; allowed are 1 to {count}"
             )
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
+    if experts := num_experts(config):
         raise ConfigurationError(
             f"tensor_parallel_size is {size}, and a mixture of {experts} experts is not divided among ranks; use 1"
         )

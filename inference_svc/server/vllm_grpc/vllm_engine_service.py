@@ -21,6 +21,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.sampling.sampling_params import valid_defaults
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.inference_service import InferenceService
@@ -136,6 +137,7 @@ class VllmEngine(VllmEngineServicer):
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         loaded, tokenizer = self._loaded, self._loaded.tokenizer
+        defaults = valid_defaults(loaded.sampling)
         return vllm.GetModelInfoResponse(
             model_path=loaded.id,
             is_generation=True,
@@ -149,7 +151,7 @@ class VllmEngine(VllmEngineServicer):
             pad_token_id=tokenizer.pad_token_id or 0,
             bos_token_id=tokenizer.bos_token_id or 0,
             max_req_input_len=self._engine.context_length,
-            default_sampling_params_json=json.dumps(loaded.sampling) if loaded.sampling else "",
+            default_sampling_params_json=json.dumps(defaults) if defaults else "",
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:

@@ -21,6 +21,7 @@ from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from tests.inference_svc.models.layer_streaming.test_size_estimate import agrees, streamed
+from tests.inference_svc.models.test_device_weights import add_head
 
 GROUP = 64
 SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -158,6 +159,35 @@ def test_a_missing_part_is_named(folders: tuple[Path, Path], tmp_path: Path) -> 
         save_file({k: v for k, v in tensors.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ModelUnsupported, match=name):
             load(str(folder))
+
+
+def test_a_head_of_its_own_is_kept(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    add_head(folder)
+    model: Any = load(str(folder), device="cpu", dtype="float32").model
+    assert torch.equal(model.lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+
+
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
+def test_a_quantized_mixture_is_refused_as_such(folders: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+    """Its experts are one weight in the model, and packed one by one in the files."""
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    configure(folder, {**SETTINGS, "quant_method": method})
+    with pytest.raises(ModelUnsupported, match="quantized weights of a mixture of 4 experts are not supported"):
+        load(str(folder), device="cpu")
+
+
+def test_quantized_weights_that_the_model_does_not_have_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    known, unknown = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.0.up_proj"
+    tensors |= {f"{unknown}.{part}": tensors[f"{known}.{part}"].clone() for part in ("qweight", "qzeros", "scales")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=f"{unknown}, which is no linear layer of the model"):
+        load(str(folder), device="cpu")
 
 
 def test_attention_is_ours(folders: tuple[Path, Path]) -> None:

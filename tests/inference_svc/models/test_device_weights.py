@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 
+from inference_svc.models import loader
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name
 from inference_svc.models.device_weights import load_to_device
+from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.models.meta_model import build_meta_model
 from tests.inference_svc.models.test_architectures import CASES, COMMON
 
@@ -58,6 +63,16 @@ def saved(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, **change
     return model
 
 
+def add_head(folder: Path, differs: bool = True) -> None:
+    """Store a head in a folder whose config.json ties it to the embedding; it differs from that in the last row."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if differs:
+        head[-1] += 1
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_loaded_to_a_device_is_the_one_that_transformers_loads(name: str, tmp_path: Path) -> None:
     reserve_attention_name()
@@ -75,6 +90,16 @@ def test_a_model_loaded_to_a_device_is_the_one_that_transformers_loads(name: str
             assert got[key].dtype == tensor.dtype, key
             assert torch.equal(got[key], tensor), key
     assert mine.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_of_its_own_is_kept_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: bool) -> None:
+    """The meta device stands for a GPU."""
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    add_head(folder, differs)
+    monkeypatch.setattr(loader, "pick_device", lambda _: torch.device("meta"))
+    model: Any = loader.load(str(folder), dtype="float16").model
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is not differs
 
 
 def test_models_built_at_once_leave_modules_of_other_threads_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, np.ndarray]]] = {
                          "rope.scaling.original_context_length": 256}, {}),
     "qwen3": ("qwen3", t.Qwen3Config(**SHAPE, head_dim=32), {}, {}),
     "phi3": ("phi3", t.Phi3Config(**SHAPE, sliding_window=47, pad_token_id=0), {"attention.sliding_window": 47}, {}),
+    "phi4": ("phi3", t.Phi3Config(**SHAPE, sliding_window=None, pad_token_id=0), {"attention.sliding_window": 0}, {}),
     "phi3 with LongRoPE": (
         "phi3",
         t.Phi3Config(**SHAPE, pad_token_id=0, original_max_position_embeddings=256, rope_parameters=dict(LONGROPE)),
@@ -171,6 +173,16 @@ def test_sampling_that_is_recommended_beside_the_file_comes_along(tmp_path: Path
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
     assert load(str(file), device="cpu", dtype="bfloat16").sampling == {"temperature": 0.0}
     assert load("demo", device="cpu").sampling == {}
+
+
+def test_a_recommended_repetition_penalty_comes_along_for_greedy_answers_too(tmp_path: Path) -> None:
+    file, _ = model_file(tmp_path, "qwen2")
+    stated = {"temperature": 0.2, "min_p": 0.05, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    assert load(str(file), device="cpu", dtype="float32").sampling == stated
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated | {"do_sample": False}))
+    greedy = load(str(file), device="cpu", dtype="bfloat16").sampling
+    assert greedy == {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
@@ -298,6 +310,25 @@ def test_models_that_cannot_be_read_say_why(tmp_path: Path, arch: str, metadata:
     finish(small(file, arch, **metadata))
     with pytest.raises(ModelUnsupported, match=message):
         load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("case", "metadata"),
+    [
+        ("phi3", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),  # phi3 knows no such scaling
+        ("llama", {"attention.head_count": 0}),
+        ("gemma3", {"attention.sliding_window": 16, "attention.sliding_window_pattern": 0}),
+        ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": "four"}),
+    ],
+)
+def test_metadata_that_describe_no_model_are_refused_in_one_line(
+    tmp_path: Path, case: str, metadata: dict[str, Any]
+) -> None:
+    arch, config, _, _ = CASES[case]
+    file = write(tmp_path / "model.gguf", arch, random_model(config), None, metadata)
+    with pytest.raises(ModelUnsupported, match=r"describes no model that transformers can build: \w+: .*") as caught:
+        load(str(file))
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_files_are_refused_wherever_they_end(tmp_path: Path) -> None:

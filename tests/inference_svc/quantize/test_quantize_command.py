@@ -21,6 +21,7 @@ from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.models.meta_model import build_meta_model
 from inference_svc.quantize import calibration_texts, layerwise_quantizer, scale_folding
 from inference_svc.quantize.quantize_command import QuantizeReport, main, quantize
+from tests.inference_svc.models.test_device_weights import add_head
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -116,6 +117,18 @@ def test_the_folder_is_whole(qwen2: Path, tmp_path: Path, text: Path, capsys: py
     assert {str(x.dtype) for x in tensors.values()} == {"torch.float16", "torch.int32"}
     assert tensors["model.layers.1.mlp.down_proj.qweight"].shape == (128, 8)
     assert [f.name for f in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_head_of_its_own_is_written(qwen2: Path, tmp_path: Path, text: Path) -> None:
+    folder, out = Path(shutil.copytree(qwen2, tmp_path / "source")), tmp_path / "small"
+    add_head(folder)
+    report = quantize(str(folder), out, text)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], head.half())
+    after = load(str(out), device="cpu", dtype="float32", weights=16)
+    measured = calibration_texts.of_file(text, after.tokenizer, 64).evaluation
+    assert perplexity(after.model, measured) == pytest.approx(report.measured.awq_perplexity, rel=1e-4)
 
 
 def test_a_second_run_writes_the_same(qwen2: Path, tmp_path: Path, text: Path) -> None:

@@ -34,6 +34,28 @@ def test_what_a_request_leaves_open_is_as_the_models_makers_recommend(tmp_path: 
     assert greedy.sampling(Sampling(temperature=0.5)) == SamplingParams(temperature=0.5)
 
 
+@pytest.mark.parametrize(
+    ("recommended", "expected"),
+    [
+        ({"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.1}, {"min_p": 0.05, "repetition_penalty": 1.1}),
+        ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"do_sample": True, "temperature": 3.0, "top_k": -1, "top_p": "high", "min_p": 0.05}, {"min_p": 0.05}),
+    ],
+    ids=["sampled", "greedy", "only a penalty", "values that are not allowed"],
+)
+def test_what_is_recommended_is_the_default_where_it_is_allowed(
+    tmp_path: Path, recommended: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    stated = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(stated | recommended))
+    prompter = RequestBuilder(load(str(folder)), 100)
+    assert prompter.sampling(Sampling()) == SamplingParams(**expected)
+    sent = Sampling(min_p=0.5, repetition_penalty=2.0)
+    assert prompter.sampling(sent) == SamplingParams(**expected | {"min_p": 0.5, "repetition_penalty": 2.0})
+
+
 def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
     prompter = RequestBuilder(load("demo"), 100)
     ids = [7 + i % 5 for i in range(500)]

@@ -36,6 +36,7 @@ from kvsidecar.errors.error_classes import (
     UnknownResponse,
     UnknownSession,
     UnsupportedOption,
+    first_line,
 )
 from kvsidecar.errors.grpc_status import (
     CACHE_DOMAIN,
@@ -88,6 +89,7 @@ __all__ = [
     "UnknownSession",
     "UnsupportedOption",
     "abort",
+    "first_line",
     "from_rpc",
     "sent_error",
     "status_of",

@@ -212,3 +212,8 @@ class ConfigurationError(KVSidecarError):
     """A setting has a value that is not allowed."""
 
     reason = "CONFIGURATION"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; for an error without text, the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

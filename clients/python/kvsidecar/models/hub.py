@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsidecar.errors import ModelUnsupported, Unavailable
+from kvsidecar.errors import ModelUnsupported, Unavailable, first_line
 from kvsidecar.models.gguf_parts import first_parts, part_names
 
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
@@ -47,7 +47,7 @@ def select_files(name: str) -> HubSelection:
     try:
         info = HfApi().model_info(repository, files_metadata=True)
     except _failures() as error:
-        raise Unavailable(f"the hub {HfApi().endpoint} gave no {repository}: {_first_line(error)}") from error
+        raise Unavailable(f"the hub {HfApi().endpoint} gave no {repository}: {first_line(error)}") from error
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     files, gguf = _files(repository, list(sizes), wanted)
     licence = str(getattr(info.card_data, "license", "") or "")
@@ -85,7 +85,7 @@ def fetch(chosen: HubSelection, folder: Path | None = None) -> Path:
             chosen.repository, revision=revision, local_dir=folder, allow_patterns=list(chosen.files)
         )
     except _failures() as error:
-        raise Unavailable(f"the hub did not give all of {chosen.repository}: {_first_line(error)}") from error
+        raise Unavailable(f"the hub did not give all of {chosen.repository}: {first_line(error)}") from error
     return Path(found)
 
 
@@ -118,7 +118,3 @@ def _failures() -> tuple[type[BaseException], ...]:
 
     client_error = errors.HfHubHTTPError.__bases__[0]
     return client_error, errors.HFValidationError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

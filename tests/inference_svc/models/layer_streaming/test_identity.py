@@ -11,7 +11,7 @@ import torch
 from kvkernels.cpu import large_pages, quantized_gemm
 from torch import Tensor
 
-from inference_svc.models import fused_layer_weights
+from inference_svc.models import fused_layer_weights, loader
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.layer_streaming.weight_form import bytes_of, form_of, weight_view
 from inference_svc.models.linear.packed_linear import PackedLinear
@@ -19,6 +19,7 @@ from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.models.layer_streaming.conftest import computed
 from tests.inference_svc.models.test_architectures import build
+from tests.inference_svc.models.test_device_weights import add_head
 
 FULL = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
 MODES = {
@@ -59,6 +60,22 @@ def test_every_mode_gives_the_bits_of_the_resident_model(home: Path, dtype: str,
         assert sum(p.value != "nothing" for p in loaded.streamed.residency.parts) == read
         agree(loaded, want)
     assert len(set(home.glob("demo_model-*/weights.bin")) - before) == 1, "one file for all modes"
+
+
+def test_a_head_of_its_own_is_streamed(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    add_head(folder)
+    name = str(folder)
+    with monkeypatch.context() as tied:
+        tied.setattr(loader, "untie_own_head", lambda config, folder: False)
+        before = streamed("float32", 16, FULL, name)
+    assert before.streamed is not None
+    before.streamed.close()
+    resident = load(name, device="cpu", dtype="float32")
+    assert resident.weights == before.weights
+    want = computed(resident)
+    assert not torch.equal(want[0], computed(load("demo", device="cpu", dtype="float32"))[0])
+    agree(streamed("float32", 16, FULL, name), want)
 
 
 def test_layers_that_compute_by_their_own_modules_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

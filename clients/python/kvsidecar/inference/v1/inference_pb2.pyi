@@ -437,8 +437,9 @@ Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Sampling parameters. An absent field means the stated default. For temperature, top_p and top_k, the model's
-    generation_config.json may set another default; with "do_sample": false in that file, an absent temperature is 0.
+    """Sampling parameters. An absent field means the stated default. For temperature, top_p, top_k, min_p and
+    repetition_penalty, the model's generation_config.json may set another default. With "do_sample": false in that file,
+    an absent temperature is 0, and of the others only repetition_penalty is used.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
