@@ -221,7 +221,8 @@ def test_a_step_from_tokens_to_logits_in_one_call_has_the_bits_of_a_forward(dtyp
         if known is not None:
             captured += 1
             assert known == (want.numpy().argmax(-1).tolist(), want.amax(-1).tolist())
-    assert captured == 3, "steps whose rows all need logits"
+    by_onednn = dtype == "bfloat16" and bits == 16 and bf16_gemv.kernel() is None
+    assert captured == (0 if by_onednn else 3), "steps whose rows all need logits"
 
 
 @pytest.mark.skipif(f32_gemm.kernel() is None, reason="no variant of the kernels runs here")

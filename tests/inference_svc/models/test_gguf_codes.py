@@ -128,10 +128,13 @@ def test_a_model_answers_from_its_codes_as_from_its_values(tmp_path: Path, case:
     loaded = load(str(file), device="cpu", dtype=dtype, weights="codes")
     products = [m for n, m in loaded.model.named_modules() if n.endswith(("_proj", "lm_head"))]
     assert {type(m) for m in products} == {QuantizedLinear}
-    error = (logits(loaded) - want).norm() / want.norm()
+    coded = logits(loaded)
+    error = (coded - want).norm() / want.norm()
     values = logits(load(str(file), device="cpu", dtype=dtype, weights=16))
     rounding = (values - want).norm() / want.norm()  # of the dtype
-    assert rounding < error < rounding + 0.03, f"{error:.4f}: rounding rows to bytes costs something"
+    assert error < rounding + 0.03
+    # Rounding rows to bytes costs something. In bfloat16 it may cost less than oneDNN's rounding of the logits.
+    assert rounding < error if dtype == "float32" else (coded - values).norm() / want.norm() > 0.001
 
 
 def test_streamed_layers_give_the_bits_of_resident_ones(tmp_path: Path) -> None:
