@@ -113,7 +113,7 @@ class StoredResponseRoutes:
 
     async def item(self, request: Request) -> Response:
         found, item_id = self._find_item(request)
-        return JSONResponse(found.item(item_id))
+        return JSONResponse(found.find_items({item_id})[item_id])
 
     async def delete_item(self, request: Request) -> Response:
         found, item_id = self._find_item(request)

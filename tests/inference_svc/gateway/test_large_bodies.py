@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.http_server import listening, said_to
 
 SIZE = 8_000_000
-CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT, RESPONSE, CONVERSATIONS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/conversations"
 
 
 def filled(before: str, part: str, behind: str, size: int = SIZE) -> bytes:
@@ -90,6 +91,26 @@ async def test_the_event_loop_never_waits_long_for_a_body(name: str) -> None:
     assert longest < 0.1
 
 
+@contextmanager
+def bounded_memory(process: psutil.Process) -> Iterator[None]:
+    """Assert that the process never has much more memory than at the beginning."""
+    idle, peak, done = process.memory_info().rss, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    assert peak - idle <= 150 * 10**6
+
+
 @pytest.fixture(scope="module")
 def alone() -> Iterator[tuple[str, psutil.Process]]:
     """A gateway's process without workers: what is valid is answered with 503."""
@@ -111,24 +132,27 @@ def alone() -> Iterator[tuple[str, psutil.Process]]:
 
 def test_no_body_takes_much_memory(alone: tuple[str, psutil.Process]) -> None:
     url, process = alone
-    idle, peak, done = process.memory_info().rss, 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.01):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with bounded_memory(process):
         codes = {name: httpx.post(url + path, content=body, timeout=60).status_code
                  for name, (path, body) in (FLOODS | LARGE).items()}  # fmt: skip
-    finally:
-        done.set()
-        watcher.join()
     assert {codes[name] for name in FLOODS} == {400}
     assert {codes[name] for name in ("a text", "an otter", "numbers", "a conversation", "parts", "items")} == {503}
-    assert peak - idle <= 150 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("content", "times"), [("x" * 10**6, 1000), ([{"type": "input_text", "text": "x"}] * 8000, 24)]
+)
+def test_references_to_large_items_take_no_more_memory_than_a_body(
+    alone: tuple[str, psutil.Process], content: Any, times: int
+) -> None:
+    url, process = alone
+    item = {"id": "msg_a", "role": "user", "content": content}
+    httpx.post(url + CONVERSATIONS, json={"items": [item]}, timeout=60).raise_for_status()
+    with bounded_memory(process):
+        answer = httpx.post(url + RESPONSE, json={"input": [{"id": "msg_a"}] * times}, timeout=60)
+    assert answer.status_code == 400
+    assert "the items that input refers to" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input"
 
 
 def schemas(part: Any) -> Iterator[dict[str, Any]]:

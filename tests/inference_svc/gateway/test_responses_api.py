@@ -369,9 +369,10 @@ def test_a_conversation_has_a_largest_size(gateway: Gateway) -> None:
 def test_items_of_another_tenant_are_unknown() -> None:
     store = ConversationStore()
     store.keep("a", StoredResponse.of({"id": "resp_1", "output": [{"id": "msg_1"}]}, [], [{"id": "msg_0"}]))
-    assert [store.item("a", name)["id"] for name in ("msg_0", "msg_1")] == ["msg_0", "msg_1"]
+    found = store.items("a", ["msg_0", "msg_1", "msg_0"])
+    assert [found[name]["id"] for name in ("msg_0", "msg_1")] == ["msg_0", "msg_1"]
     with pytest.raises(InvalidRequest, match="not kept"):
-        store.item("b", "msg_1")
+        store.items("b", ["msg_1"])
     with pytest.raises(UnknownResponse):
         store.find("b", "resp_1")
 
