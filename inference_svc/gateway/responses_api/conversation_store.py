@@ -17,7 +17,7 @@ from inference_svc.gateway.openai_fields import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
 _MAX_REFERENCED_BYTES = 8 << 20
-# The limit exists because the event loop decodes a whole conversation whenever the conversation grows.
+# The limit exists because a conversation is decoded, converted and encoded as a whole whenever it grows.
 MAX_CONVERSATION_BYTES = 1 << 20
 _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
@@ -61,6 +61,16 @@ class StoredResponse:
         """Return the items with these ids, by id; the first one if several have the same id."""
         both = [*json.loads(self.items), *json.loads(self.response).get("output", ())]
         return {item["id"]: item for item in reversed(both) if item.get("id") in ids}
+
+
+def check_conversation_size(items: bytes, param: str) -> None:
+    """Raise InvalidRequest, which names the field ``param``, if these items are too large for a conversation."""
+    if len(items) > MAX_CONVERSATION_BYTES:
+        raise InvalidRequest(
+            f"{len(items)} bytes of items are more than the {MAX_CONVERSATION_BYTES} that a conversation may have: "
+            "start another one",
+            param=param,
+        )
 
 
 class _ReferencedSize:
@@ -129,7 +139,8 @@ class ConversationStore:
             stored = self.find(tenant, response_id)
         except UnknownResponse as error:
             raise InvalidRequest(str(error), param=param) from None
-        self._check_size(stored, param)
+        if stored.id.startswith("conv_"):
+            check_conversation_size(stored.items, param)
         if not stored.is_complete:
             raise InvalidRequest(f"the response {stored.id!r} has no answer to continue from, or not yet", param=param)
         found: list[dict[str, Any]] = json.loads(stored.messages)
@@ -155,15 +166,6 @@ class ConversationStore:
                 f"input refers to the item {item_id[:80]!r}, which is not kept: send the item itself", param="input"
             )
         return found
-
-    @staticmethod
-    def _check_size(stored: StoredResponse, param: str) -> None:
-        if stored.id.startswith("conv_") and len(stored.items) > MAX_CONVERSATION_BYTES:
-            raise InvalidRequest(
-                f"the conversation has {len(stored.items)} bytes of items; beyond {MAX_CONVERSATION_BYTES} it cannot "
-                "grow: start another one",
-                param=param,
-            )
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
         """Delete a response or conversation. Raises UnknownResponse."""
