@@ -82,7 +82,7 @@ def _answer(
     try:
         for part in parts:
             said.append(part.text)  # before printing: Ctrl-C may arrive in between
-            console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
+            console.write_text(part.text)
             final = part.final or final
     except KeyboardInterrupt:
         console.print(" [dim](ended)[/dim]", end="")
