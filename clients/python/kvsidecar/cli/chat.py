@@ -34,7 +34,8 @@ def chat(
     """Chat with the model; each answer shows how many tokens came from the cache."""
     with asking(worker, url, api_key, TlsFiles(ca, cert, key)) as client:
         name = model or client.model().model_id
-        console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
+        said = f"{name}. /help says what there is; Ctrl-D ends the conversation."
+        console.print(said, style="dim", markup=False, highlight=False)
         if name == BUILT_IN:
             console.print(_NO_ASSISTANT, highlight=False)
         first = [{"role": "system", "content": system}] if system else []
