@@ -87,3 +87,12 @@ def test_a_message_is_converted_beside_the_event_loop(system: Any, monkeypatch: 
     request.chat()
     monkeypatch.setattr(content_blocks.InputMessage, "chat_messages", None)
     assert request.retain_seconds == 3600
+
+
+def test_a_breakpoint_may_be_in_a_tool_that_is_skipped() -> None:
+    """It ends where the tools before it end, which is the first message."""
+    function = {"name": "f", "input_schema": {"type": "object"}}
+    search = {"type": "web_search_20250305", "name": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    for tools, retained in (([function, search], [(1, 3600)]), ([search], [])):
+        request = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": HELLO, "tools": tools})
+        assert [(point.messages, point.retain_seconds) for point in request.chat().cache_breakpoints] == retained
