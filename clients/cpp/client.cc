@@ -62,23 +62,34 @@ Error is_http(const std::string& target) {
   return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT");
 }
 
-// Refuses numbers that exceed an int32, because they were probably negative before the conversion to unsigned. A
+// Refuses a number that exceeds an int32, because it was probably negative before the conversion to unsigned. A
 // max_tokens of kRestOfContext is allowed.
+void refuse_negative(const std::string& name, uint32_t value) {
+  if (value <= INT32_MAX || (name == "max_tokens" && value == kRestOfContext)) return;
+  const bool positive = name == "max_tokens" || name == "ttl_seconds" || name == "retain_seconds";
+  throw refusal(name + " is " + std::to_string(static_cast<int32_t>(value)) + "; whole numbers from " +
+                (positive ? "1" : "0") + " to " + std::to_string(INT32_MAX) + " are allowed");
+}
+
+// Refuses such numbers in all fields of a message, except the keys of maps.
 void refuse_negative(const google::protobuf::Message& message) {
   using Field = google::protobuf::FieldDescriptor;
   const auto* reflection = message.GetReflection();
   std::vector<const Field*> fields;
   reflection->ListFields(message, &fields);
   for (const Field* field : fields) {
-    if (field->is_repeated()) continue;
-    if (field->cpp_type() == Field::CPPTYPE_MESSAGE) refuse_negative(reflection->GetMessage(message, field));
-    if (field->cpp_type() != Field::CPPTYPE_UINT32) continue;
-    const uint32_t value = reflection->GetUInt32(message, field);
-    const std::string name = field->name();
-    if (value <= INT32_MAX || (name == "max_tokens" && value == kRestOfContext)) continue;
-    const bool positive = name == "max_tokens" || name == "ttl_seconds" || name == "retain_seconds";
-    throw refusal(name + " is " + std::to_string(static_cast<int32_t>(value)) + "; whole numbers from " +
-                  (positive ? "1" : "0") + " to " + std::to_string(INT32_MAX) + " are allowed");
+    if (field->is_map()) continue;
+    const bool several = field->is_repeated();
+    const int count = several ? reflection->FieldSize(message, field) : 1;
+    for (int i = 0; i < count; ++i) {
+      if (field->cpp_type() == Field::CPPTYPE_MESSAGE) {
+        refuse_negative(several ? reflection->GetRepeatedMessage(message, field, i)
+                                : reflection->GetMessage(message, field));
+      } else if (field->cpp_type() == Field::CPPTYPE_UINT32) {
+        refuse_negative(std::string(field->name()), several ? reflection->GetRepeatedUInt32(message, field, i)
+                                                            : reflection->GetUInt32(message, field));
+      }
+    }
   }
 }
 

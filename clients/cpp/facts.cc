@@ -96,6 +96,12 @@ void ended(kvsidecar::Client& client) {
   pb::GenerateRequest request = greedy("less than nothing", 4);
   request.mutable_sampling()->set_top_k(-3);
   failure("negative in a stream", [&] { client.stream(request, [](const auto&) { return true; }); });
+  request = greedy("less than nothing", 4);
+  request.mutable_cache()->add_breakpoints()->set_tokens(-3);
+  failure("negative in a breakpoint", [&] { client.generate(request); });
+  request = greedy("less than nothing", 4);
+  request.add_stop_token_ids(-3);
+  failure("negative in a list", [&] { client.generate(request); });
 }
 
 std::string hexadecimal(uint64_t value) {

@@ -77,6 +77,10 @@ async function ended(client: Client): Promise<void> {
   await failure("negative in a stream", async () => {
     for await (const _ of client.stream({ ...greedy("less than nothing", 4), sampling: { topK: -3 } })) break;
   });
+  const breakpoints = [{ tokens: -3 }];
+  await failure("negative in a breakpoint", () =>
+    client.generate({ ...greedy("less than nothing", 4), cache: { breakpoints } }));
+  await failure("negative in a list", () => client.generate({ ...greedy("less than nothing", 4), stopTokenIds: [-3] }));
 }
 
 /** Prints how the client refuses values that only JavaScript can put into a number field: name, option, refusal. */

@@ -48,6 +48,7 @@ class RequestParser:
         tenant, conversation = self._keys.tenant(request.scope), parsed.conversation_id
         param = "previous_response_id" if conversation is None else "conversation"
         before = self._conversations.messages(tenant, conversation or parsed.previous_response_id, param)
-        items = parsed.items(lambda name: ITEM.validate_python(self._conversations.item(tenant, name)))
+        stored = self._conversations.items(tenant, parsed.item_references)
+        items = parsed.items({item_id: ITEM.validate_python(item) for item_id, item in stored.items()})
         said = to_messages(items)
         return parsed.chat(before, said), [*before, *said], listed(items)

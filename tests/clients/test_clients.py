@@ -154,7 +154,9 @@ def test_a_chat_is_answered_as_python_has_it(facts: dict[str, str], client: Tool
 
 def test_negative_numbers_are_refused_before_they_are_sent(facts: dict[str, str]) -> None:
     """The worker would be told 4294967293, which is no limit. What a client refuses has no domain."""
-    for name, option in (("negative", "max"), ("negative in a stream", "top")):
+    options = {"negative": "max", "negative in a stream": "top", "negative in a breakpoint": "tokens",
+               "negative in a list": "stop"}  # fmt: skip
+    for name, option in options.items():
         assert (facts[f"{name}.reason"], facts[f"{name}.domain"]) == ("INVALID_REQUEST", ""), name
         said = facts[f"{name}.message"]
         assert option in said, said

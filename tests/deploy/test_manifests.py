@@ -289,6 +289,7 @@ def test_a_model_outlives_its_pod(name: str) -> None:
     claims = {claim["metadata"]["name"] for claim in nodes["spec"]["volumeClaimTemplates"]}
     worker = next(c for c in containers(nodes["spec"]["template"]["spec"]) if c["name"] == "worker")
     assert {m["mountPath"] for m in worker["volumeMounts"] if m["name"] in claims} == {"/var/cache/kvsidecar"}
+    assert settings(name, worker)["XDG_DATA_HOME"] == "/var/cache", "of the weights' digests, in the folder kvsidecar"
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
 )
 
 CLI = [sys.executable, "-m", "kvsidecar.cli.root_command"]
+TEXT = "3c:ab:12 :smile: [b]\n\tall: build\n"
 
 
 class Endless(InferenceServiceServicer):
@@ -42,15 +44,29 @@ class Endless(InferenceServiceServicer):
         over.wait(30)
 
 
+class Verbatim(Endless):
+    """A worker that answers with ``TEXT``."""
+
+    def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:
+        yield pb.GenerateStreamResponse(text=TEXT, token_ids=[1])
+
+
+@contextmanager
+def serving(worker: Endless, folder: Path) -> Iterator[Path]:
+    """The socket on which the worker listens."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    add_InferenceServiceServicer_to_server(worker, server)
+    server.add_insecure_port(f"unix:{folder / 'w.sock'}")
+    server.start()
+    yield folder / "w.sock"
+    server.stop(None).wait()
+
+
 @pytest.fixture
 def endless(tmp_path: Path) -> Iterator[tuple[Endless, Path]]:
-    found, socket = Endless(), tmp_path / "w.sock"
-    server = grpc.server(ThreadPoolExecutor(4))
-    add_InferenceServiceServicer_to_server(found, server)
-    server.add_insecure_port(f"unix:{socket}")
-    server.start()
-    yield found, socket
-    server.stop(None).wait()
+    worker = Endless()
+    with serving(worker, tmp_path) as socket:
+        yield worker, socket
 
 
 def read_until(process: subprocess.Popen[str], wanted: str) -> str:
@@ -90,6 +106,16 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(endless: tuple[Endless,
     said = [(m.role, m.content) for m in worker.asked[1].prompt.chat.messages]
     assert said == [("user", "first"), ("assistant", "and so on"), ("user", "second")]
     assert not worker.asked[0].sampling.HasField("temperature"), "the model's own is meant"
+
+
+def test_the_text_of_a_model_is_written_as_it_is(tmp_path: Path) -> None:
+    """Addresses have codes of emoji, and makefiles have tabs."""
+    with serving(Verbatim(), tmp_path) as socket:
+        for command, said in ((["generate", "hello"], b""), (["chat"], b"hello\n")):
+            done = subprocess.run(
+                [*CLI, *command, "--worker", str(socket)], input=said, capture_output=True, check=True, timeout=60
+            )
+            assert f"{TEXT}\n".encode() in done.stdout
 
 
 @pytest.mark.parametrize("command", [["chat"], ["generate", "hello"], ["warm", __file__]])

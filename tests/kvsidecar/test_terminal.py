@@ -37,6 +37,13 @@ def test_a_file_gets_the_text_as_it_is() -> None:
     assert "\x1b]52;c;" in printed(terminal=False)
 
 
+def test_a_text_keeps_its_tabs_and_colons() -> None:
+    for terminal, shown in ((True, "hi]52;c;cm0gLXJmIH4=[2J31m\ttab\nline 3c:ab:12"), (False, f"{EVIL} 3c:ab:12")):
+        file = io.StringIO()
+        TerminalConsole(file=file, force_terminal=terminal).write_text(f"{EVIL} 3c:ab:12")
+        assert file.getvalue() == shown
+
+
 def test_a_log_on_a_terminal_has_none_of_a_guests_name() -> None:
     ours, theirs = pty.openpty()
     kept, sys.stderr = sys.stderr, os.fdopen(theirs, "w")

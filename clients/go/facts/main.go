@@ -124,6 +124,15 @@ func ended(client *kvsidecar.Client) {
 	failure("negative in a stream", client.Stream(context.Background(), request, func(*pb.GenerateStreamResponse) error {
 		return nil
 	}))
+	request = greedy("less than nothing", 4)
+	point := &pb.CacheBreakpoint{End: &pb.CacheBreakpoint_Tokens{Tokens: wrapped}}
+	request.Cache = &pb.CacheOptions{Breakpoints: []*pb.CacheBreakpoint{point}}
+	_, err = client.Generate(context.Background(), request)
+	failure("negative in a breakpoint", err)
+	request = greedy("less than nothing", 4)
+	request.StopTokenIds = []uint32{1, wrapped}
+	_, err = client.Generate(context.Background(), request)
+	failure("negative in a list", err)
 }
 
 func scripted(client *kvsidecar.Client) {

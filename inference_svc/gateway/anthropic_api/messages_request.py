@@ -58,6 +58,7 @@ class ServerTool(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, AfterValidator(_not_a_function)]
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(BodyModel):
@@ -208,7 +209,9 @@ class MessagesRequest(CountTokensRequest):
         beside the event loop and computes the pairs, because this takes long for a large body.
         """
         system = [block.cache_control for block in (self.system if isinstance(self.system, list) else ())]
-        tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        tools = [tool.cache_control for tool in self.tools or ()]
+        if not any(isinstance(tool, FunctionTool) for tool in self.tools or ()):
+            tools.clear()  # all tools are skipped, so nothing of the prompt is before these breakpoints
         # A breakpoint in a tool ends with the first message: chat templates write the tools beside that message.
         found = [(1, mark.seconds) for mark in (*system, *tools) if mark is not None]
         end = int(self.system is not None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,12 @@ from kvsidecar.errors import InvalidRequest, UnknownResponse
 from kvsidecar.tenant_lru import TenantLru
 
 from inference_svc.gateway.body_reader import INLINE_BYTES
+from inference_svc.gateway.json_scanner import JsonScanner
 from inference_svc.gateway.openai_fields import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
-# The limit exists because the event loop decodes a whole conversation whenever the conversation grows.
+_MAX_REFERENCED_BYTES = 8 << 20
+# The limit exists because a conversation is decoded, converted and encoded as a whole whenever it grows.
 MAX_CONVERSATION_BYTES = 1 << 20
 _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
@@ -54,11 +57,42 @@ class StoredResponse:
         texts = len(self.response) + len(self.messages) + len(self.items)
         return texts + sum(map(len, self.item_ids)) + _OVERHEAD_BYTES
 
-    def item(self, item_id: str) -> dict[str, Any]:
-        """Return one of the items in ``item_ids``."""
+    def find_items(self, ids: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return the items with these ids, by id; the first one if several have the same id."""
         both = [*json.loads(self.items), *json.loads(self.response).get("output", ())]
-        found: dict[str, Any] = next(item for item in both if item.get("id") == item_id)
-        return found
+        return {item["id"]: item for item in reversed(both) if item.get("id") in ids}
+
+
+def check_conversation_size(items: bytes, param: str) -> None:
+    """Raise InvalidRequest, which names the field ``param``, if these items are too large for a conversation."""
+    if len(items) > MAX_CONVERSATION_BYTES:
+        raise InvalidRequest(
+            f"{len(items)} bytes of items are more than the {MAX_CONVERSATION_BYTES} that a conversation may have: "
+            "start another one",
+            param=param,
+        )
+
+
+class _ReferencedSize:
+    """Size of the items that an input refers to, within the limits of a body."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes, self._scanner = max_bytes, 0, JsonScanner()
+
+    def add(self, item: bytes, times: int) -> None:
+        """Count an item that the input contains ``times`` times. Raises InvalidRequest, which names the limit."""
+        self._num_bytes += len(item) * times
+        if self._num_bytes > self._max_bytes:
+            raise _too_many(f"the body has more than {self._max_bytes} bytes")
+        try:
+            for _ in range(times):
+                self._scanner.feed(item)
+        except InvalidRequest as error:
+            raise _too_many(str(error)) from error
+
+
+def _too_many(limit: str) -> InvalidRequest:
+    return InvalidRequest(f"with the items that input refers to, {limit}: refer to fewer", param="input")
 
 
 class ConversationStore:
@@ -67,7 +101,7 @@ class ConversationStore:
     A tenant's new responses evict the same tenant's oldest ones. When all tenants together exceed ``max_bytes_in_all``,
     the tenant with the most bytes loses its oldest response. A tenant can read only its own responses; for another
     tenant's id, it gets the same error as for an unknown id. Only the event loop changes the store; any thread may call
-    ``messages`` and ``item``.
+    ``messages`` and ``items``. ``max_referenced_bytes`` limits the items that the input of one request refers to.
     """
 
     def __init__(
@@ -75,8 +109,10 @@ class ConversationStore:
         max_responses: int = _MAX_RESPONSES,
         max_bytes: int = _MAX_BYTES,
         max_bytes_in_all: int = _MAX_BYTES_IN_ALL,
+        max_referenced_bytes: int = _MAX_REFERENCED_BYTES,
     ) -> None:
         self._stored = TenantLru[StoredResponse](max_bytes, max_bytes_in_all, max_responses)
+        self._max_referenced_bytes = max_referenced_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -103,29 +139,33 @@ class ConversationStore:
             stored = self.find(tenant, response_id)
         except UnknownResponse as error:
             raise InvalidRequest(str(error), param=param) from None
-        self._check_size(stored, param)
+        if stored.id.startswith("conv_"):
+            check_conversation_size(stored.items, param)
         if not stored.is_complete:
             raise InvalidRequest(f"the response {stored.id!r} has no answer to continue from, or not yet", param=param)
         found: list[dict[str, Any]] = json.loads(stored.messages)
         return found
 
-    def item(self, tenant: Hashable, item_id: str) -> dict[str, Any]:
-        """Return the item from the tenant's newest response that contains it. Raises InvalidRequest."""
-        found = next((one for one in self._stored.newest_first(tenant) if item_id in one.item_ids), None)
-        if found is None:
+    def items(self, tenant: Hashable, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the items with these ids, each from the tenant's newest response that contains it.
+
+        Together they must be within the limits of a body; an item counts as often as its id occurs in ``ids``. Raises
+        InvalidRequest.
+        """
+        times, missing, found = Counter(ids), set(ids), dict[str, dict[str, Any]]()
+        size = _ReferencedSize(self._max_referenced_bytes)
+        for stored in self._stored.newest_first(tenant):
+            if here := missing & stored.item_ids:
+                missing -= here
+                for item_id, item in stored.find_items(here).items():
+                    size.add(json_bytes(item), times[item_id])
+                    found[item_id] = item
+        if missing:
+            item_id = next(item_id for item_id in ids if item_id in missing)
             raise InvalidRequest(
                 f"input refers to the item {item_id[:80]!r}, which is not kept: send the item itself", param="input"
             )
-        return found.item(item_id)
-
-    @staticmethod
-    def _check_size(stored: StoredResponse, param: str) -> None:
-        if stored.id.startswith("conv_") and len(stored.items) > MAX_CONVERSATION_BYTES:
-            raise InvalidRequest(
-                f"the conversation has {len(stored.items)} bytes of items; beyond {MAX_CONVERSATION_BYTES} it cannot "
-                "grow: start another one",
-                param=param,
-            )
+        return found
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
         """Delete a response or conversation. Raises UnknownResponse."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from secrets import token_hex
 from typing import Any
 
@@ -31,7 +31,7 @@ class ResponseWriter:
         self,
         request: ResponsesRequest,
         model: str,
-        keep: Callable[[StoredResponse], None],
+        keep: Callable[[StoredResponse], Awaitable[None]],
         chat: list[dict[str, Any]],
         given: list[dict[str, Any]],
     ) -> None:
@@ -255,7 +255,7 @@ class ResponseWriter:
         wanted = self._request.store is not False or self._request.conversation_id is not None
         if wanted and self._body["usage"] is not None:
             messages = [*self._chat, *self._answer()]
-            self._keep(await asyncio.to_thread(StoredResponse.of, self._body, messages, self._given))
+            await self._keep(await asyncio.to_thread(StoredResponse.of, self._body, messages, self._given))
 
     def _answer(self) -> list[dict[str, Any]]:
         """Return the answer as chat messages."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable
 from functools import partial
 from secrets import token_hex
@@ -72,9 +71,9 @@ class ResponsesHandler:
             return event_stream(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         return Response(await cancel_on_disconnect(request, writer.whole(pieces)), media_type="application/json")
 
-    def _keep_response(self, tenant: Hashable, parsed: ResponsesRequest, stored: StoredResponse) -> None:
+    async def _keep_response(self, tenant: Hashable, parsed: ResponsesRequest, stored: StoredResponse) -> None:
+        # The conversation comes first: a request that is cancelled while it waits for a thread keeps nothing.
+        if parsed.conversation_id is not None and not is_prewarm(parsed.prompt_cache_options):
+            await self._services.kept.append(tenant, parsed.conversation_id, stored)
         if parsed.store is not False:
             self._services.conversations.keep(tenant, stored)
-        if parsed.conversation_id is not None and not is_prewarm(parsed.prompt_cache_options):
-            items = [*json.loads(stored.items), *json.loads(stored.response)["output"]]
-            self._services.kept.append(tenant, parsed.conversation_id, items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
@@ -152,13 +152,20 @@ class ResponsesRequest(CacheFields):
                 "background and stream are both set; leave stream out, and poll the response", param="background"
             )
 
-    def items(self, find: Callable[[str], Item]) -> list[Item]:
-        """Return the input's items. ``find`` returns the item for the id in a reference. Raises InvalidRequest."""
+    @property
+    def item_references(self) -> list[str]:
+        """Ids of the stored items that the input refers to, each as often as it does."""
+        if isinstance(self.input, str):
+            return []
+        return [item.id for item in self.input if isinstance(item, ItemReference)]
+
+    def items(self, stored: Mapping[str, Item]) -> list[Item]:
+        """Return the input's items. ``stored`` has those of ``item_references``, by id. Raises InvalidRequest."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         if not self.input:
             raise InvalidRequest("input is empty; at least one item is needed", param="input")
-        return [find(item.id) if isinstance(item, ItemReference) else item for item in self.input]
+        return [stored[item.id] if isinstance(item, ItemReference) else item for item in self.input]
 
     @property
     def skipped_tools(self) -> list[str]:

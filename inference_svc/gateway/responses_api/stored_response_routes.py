@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from secrets import token_hex
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -18,9 +22,14 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.chat_messages import TextAlone
+from inference_svc.gateway.openai_fields import json_bytes
 from inference_svc.gateway.page_limit import page_limit
 from inference_svc.gateway.responses_api.background_responses import BackgroundResponses
-from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
+from inference_svc.gateway.responses_api.conversation_store import (
+    ConversationStore,
+    StoredResponse,
+    check_conversation_size,
+)
 from inference_svc.gateway.responses_api.input_items import Item, listed, to_messages
 from inference_svc.gateway.unsupported_options import parse
 
@@ -48,6 +57,7 @@ class StoredResponseRoutes:
     def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:
         self._store, self._keys, self._bodies = store, keys, bodies
         self.background = BackgroundResponses(store)
+        self._changes = WeakValueDictionary[str, asyncio.Lock]()  # of the conversations that requests change
 
     # ---- responses ------------------------------------------------------------------------------------------
 
@@ -80,11 +90,14 @@ class StoredResponseRoutes:
     # ---- conversations --------------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> Response:
-        parsed = await self._bodies.read(request, partial(parse, ConversationBody))
-        body = {"id": f"conv_{token_hex(24)}", "object": "conversation", "created_at": int(time.time())}
-        body["metadata"] = parsed.metadata or {}
-        self._keep(self._tenant(request), body, listed(parsed.items))
-        return JSONResponse(body)
+        def parse_request(raw: bytes, body: Any) -> StoredResponse:
+            parsed = parse(ConversationBody, raw, body)
+            made = {"id": f"conv_{token_hex(24)}", "object": "conversation", "created_at": int(time.time())}
+            return _conversation(made | {"metadata": parsed.metadata or {}}, _addable(parsed.items))
+
+        made = await self._bodies.read(request, parse_request, in_thread=True)
+        self._store.keep(self._tenant(request), made)
+        return Response(made.response, media_type="application/json")
 
     async def conversation(self, request: Request) -> Response:
         return Response(self._find(request, "conv_").response, media_type="application/json")
@@ -93,10 +106,12 @@ class StoredResponseRoutes:
         parsed = await self._bodies.read(request, partial(parse, ConversationBody))
         if parsed.items:
             raise InvalidRequest("items are added at the conversation's /items", param="items")
-        found = self._find(request, "conv_")
-        body = json.loads(found.response) | {"metadata": parsed.metadata or {}}
-        self._keep(self._tenant(request), body, json.loads(found.items))
-        return JSONResponse(body)
+
+        def with_metadata(found: StoredResponse) -> StoredResponse:
+            return replace(found, response=json_bytes(json.loads(found.response) | {"metadata": parsed.metadata or {}}))
+
+        found = await self._change(self._tenant(request), self._find(request, "conv_").id, with_metadata)
+        return Response(found.response, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         return self._drop(request, "conv_", "conversation.deleted")
@@ -105,29 +120,41 @@ class StoredResponseRoutes:
         return _page(request, self._find(request, "conv_").items)
 
     async def add_items(self, request: Request) -> Response:
-        parsed = await self._bodies.read(request, partial(parse, ItemsBody))
-        found, added = self._find(request, "conv_"), listed(parsed.items)
-        self._store.messages(self._tenant(request), found.id, "items")  # refuses one that is too large
-        self.append(self._tenant(request), found.id, added)
+        def parse_request(raw: bytes, body: Any) -> list[dict[str, Any]]:
+            return _addable(parse(ItemsBody, raw, body).items)
+
+        added = await self._bodies.read(request, parse_request, in_thread=True)
+
+        def with_items(found: StoredResponse) -> StoredResponse:
+            changed = _extended(found, added)
+            check_conversation_size(changed.items, "items")
+            return changed
+
+        await self._change(self._tenant(request), self._find(request, "conv_").id, with_items)
         return JSONResponse(_listing(added, has_more=False))
 
     async def item(self, request: Request) -> Response:
         found, item_id = self._find_item(request)
-        return JSONResponse(found.item(item_id))
+        return JSONResponse(found.find_items({item_id})[item_id])
 
     async def delete_item(self, request: Request) -> Response:
         found, item_id = self._find_item(request)
-        kept = [item for item in json.loads(found.items) if item["id"] != item_id]
-        self._keep(self._tenant(request), json.loads(found.response), kept)
+
+        def without_item(found: StoredResponse) -> StoredResponse:
+            kept = [item for item in json.loads(found.items) if item["id"] != item_id]
+            return _conversation(json.loads(found.response), kept)
+
+        await self._change(self._tenant(request), found.id, without_item)
         return Response(found.response, media_type="application/json")
 
-    def append(self, tenant: Hashable, conversation_id: str, items: list[dict[str, Any]]) -> None:
-        """Add items to a conversation, unless it was deleted or evicted in the meantime."""
-        try:
-            found = self._store.find(tenant, conversation_id)
-        except UnknownResponse:  # it was deleted during the answer
-            return
-        self._keep(tenant, json.loads(found.response), [*json.loads(found.items), *items])
+    async def append(self, tenant: Hashable, conversation_id: str, answered: StoredResponse) -> None:
+        """Add a response's input and output to a conversation, unless it was deleted or evicted in the meantime."""
+
+        def with_answer(found: StoredResponse) -> StoredResponse:
+            return _extended(found, [*json.loads(answered.items), *json.loads(answered.response)["output"]])
+
+        with contextlib.suppress(UnknownResponse):
+            await self._change(tenant, conversation_id, with_answer)
 
     # ---- shared ---------------------------------------------------------------------------------------------
 
@@ -149,14 +176,38 @@ class StoredResponseRoutes:
             raise UnknownResponse(f"the conversation has no item {item_id[:80]!r}")
         return found, item_id
 
-    def _keep(self, tenant: Hashable, body: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        messages = to_messages(_ITEMS.validate_python(items))
-        self._store.keep(tenant, StoredResponse.of(body, messages, items))
+    async def _change(
+        self, tenant: Hashable, conversation_id: str, change: Callable[[StoredResponse], StoredResponse]
+    ) -> StoredResponse:
+        """Replace a conversation by ``change(conversation)``, which a thread computes; return the new one.
+
+        Raises UnknownResponse, also if the conversation is deleted meanwhile.
+        """
+        async with self._changes.setdefault(conversation_id, asyncio.Lock()):
+            changed = await asyncio.to_thread(change, self._store.find(tenant, conversation_id))
+            self._store.find(tenant, conversation_id)
+            self._store.keep(tenant, changed)
+            return changed
 
     def _drop(self, request: Request, prefix: str, kind: str) -> Response:
         found = self._find(request, prefix)
         self._store.drop(self._tenant(request), found.id)
         return JSONResponse({"id": found.id, "object": kind, "deleted": True})
+
+
+def _addable(items: list[Item]) -> list[dict[str, Any]]:
+    """Return items as the API lists them. Raises InvalidRequest if they are too large for any conversation."""
+    found = listed(items)
+    check_conversation_size(json_bytes(found), "items")
+    return found
+
+
+def _extended(found: StoredResponse, items: list[dict[str, Any]]) -> StoredResponse:
+    return _conversation(json.loads(found.response), [*json.loads(found.items), *items])
+
+
+def _conversation(body: dict[str, Any], items: list[dict[str, Any]]) -> StoredResponse:
+    return StoredResponse.of(body, to_messages(_ITEMS.validate_python(items)), items)
 
 
 def _page(request: Request, items: bytes) -> Response:

@@ -115,6 +115,19 @@ def test_hits_are_counted_in_the_list(start: Callable[..., Node]) -> None:
     peer.close()
 
 
+def test_a_chunk_without_a_ttl_does_not_expire(start: Callable[..., Node]) -> None:
+    node = start()
+    peer = Peer(node)
+    peer.put(FIRST, ttl=3600)
+    lasting = peer.put(SECOND).hex()
+    found = {c["prefix_hash"]: c["ttl_seconds"] for c in json.loads(cache("list", "--json", of=node))}
+    assert found.pop(lasting) is None
+    assert 3500 < found.popitem()[1] <= 3600
+    assert json.loads(cache("show", lasting, "--json", of=node))["ttl_seconds"] is None
+    assert re.search(r"^ttl: +none$", cache("show", lasting, of=node), re.M)
+    peer.close()
+
+
 def test_a_list_fits_the_terminal(shared: tuple[Node, Peer]) -> None:
     node, _ = shared
     shown = in_terminal(["list", "--socket", str(node.cache_socket)], columns=80)

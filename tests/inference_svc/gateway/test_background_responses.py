@@ -119,7 +119,7 @@ async def endless() -> AsyncIterator[ChoiceChunk]:
 
 
 def writer() -> ResponseWriter:
-    return ResponseWriter(ResponsesRequest(input="hi", background=True), "m", lambda stored: None, [], [])
+    return ResponseWriter(ResponsesRequest(input="hi", background=True), "m", lambda stored: asyncio.sleep(0), [], [])
 
 
 async def test_responses_that_start_at_the_same_time_do_not_exceed_the_limit() -> None:

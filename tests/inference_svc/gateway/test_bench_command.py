@@ -137,6 +137,12 @@ def saying(events: bytes, models: bytes = b"") -> Iterator[str]:
         yield url
 
 
+def test_a_models_name_is_shown_as_it_is() -> None:
+    with saying(b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n') as url:
+        done = bench(url, "--model", "[/x]:ab:")
+    assert f"[/x]:ab: at {url}" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("event", "said"),
     [

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.http_server import listening, said_to
 
 SIZE = 8_000_000
-CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, TEXT, RESPONSE, CONVERSATIONS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/conversations"
 
 
 def filled(before: str, part: str, behind: str, size: int = SIZE) -> bytes:
@@ -43,6 +44,7 @@ FLOODS: dict[str, tuple[str, bytes]] = {
     "deep": (TEXT, b'{"a":' * (SIZE // 5)),
 }
 PART = {"type": "text", "text": "x"}
+SHORT, LONG = ({"role": "user", "content": "x" * size} for size in (100, 1900))
 # As much as is allowed, in forms that cost much.
 LARGE: dict[str, tuple[str, bytes]] = {
     "a text": (TEXT, json.dumps({"prompt": "so it goes, [on]. " * 440_000}).encode()),
@@ -58,6 +60,8 @@ LARGE: dict[str, tuple[str, bytes]] = {
     "parts": (CHAT, json.dumps({"messages": [{"role": "user", "content": [PART] * 5}] * 3400}).encode()),
     "items": (RESPONSE, json.dumps({"input": [{"role": "user", "content": "x" * 220}] * 4096}).encode()),
     "wrong items": (RESPONSE, json.dumps({"input": [{"type": "message"}] * 4096}).encode()),
+    "conversation items": (CONVERSATIONS, json.dumps({"items": [SHORT] * 4096}).encode()),
+    "too many items": (CONVERSATIONS, json.dumps({"items": [LONG] * 4096}).encode()),
 }  # fmt: skip
 
 
@@ -70,6 +74,16 @@ def small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+async def longest_turn(asked: asyncio.Task[Any]) -> float:
+    """The most processor time between two turns of the loop until the task is done, in seconds."""
+    longest = 0.0
+    while not asked.done():
+        began = time.process_time()
+        await asyncio.sleep(0.001)
+        longest = max(longest, time.process_time() - began)
+    return longest
+
+
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("name", [*FLOODS, *LARGE])
 async def test_the_event_loop_never_waits_long_for_a_body(name: str) -> None:
@@ -79,15 +93,48 @@ async def test_the_event_loop_never_waits_long_for_a_body(name: str) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     async with listening() as (port, _):
         asked = asyncio.create_task(said_to(port, head.encode() + body, 60))
-        longest = 0.0
-        while not asked.done():
-            began = time.process_time()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.process_time() - began)
+        longest = await longest_turn(asked)
         answer = await asked
     code = int(answer.split(b" ", 2)[1])
-    assert code in ((400,) if name in FLOODS or "wrong" in name else (400, 503)), answer[:300]  # there is no worker
+    valid = (200,) if path == CONVERSATIONS else (400, 503)  # there is no worker
+    assert code in ((400,) if name in FLOODS or "wrong" in name or "many" in name else valid), answer[:300]
     assert longest < 0.1
+
+
+@pytest.mark.usefixtures("small_heap")
+async def test_the_event_loop_never_waits_long_for_a_change_of_a_conversation() -> None:
+    path, body = LARGE["conversation items"]
+    async with listening() as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        path += "/" + (await client.post(path, content=body)).json()["id"]
+        last = (await client.get(f"{path}/items")).json()["first_id"]
+        for method, place, change in (
+            ("POST", "/items", {"items": [{"role": "user", "content": "x"}]}),
+            ("POST", "", {"metadata": {"a": "b"}}),
+            ("DELETE", f"/items/{last}", None),
+        ):
+            asked = asyncio.create_task(client.request(method, path + place, json=change))
+            assert await longest_turn(asked) < 0.1
+            assert (await asked).status_code == 200
+
+
+@contextmanager
+def bounded_memory(process: psutil.Process) -> Iterator[None]:
+    """Assert that the process never has much more memory than at the beginning."""
+    idle, peak, done = process.memory_info().rss, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    assert peak - idle <= 150 * 10**6
 
 
 @pytest.fixture(scope="module")
@@ -111,24 +158,28 @@ def alone() -> Iterator[tuple[str, psutil.Process]]:
 
 def test_no_body_takes_much_memory(alone: tuple[str, psutil.Process]) -> None:
     url, process = alone
-    idle, peak, done = process.memory_info().rss, 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.01):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with bounded_memory(process):
         codes = {name: httpx.post(url + path, content=body, timeout=60).status_code
                  for name, (path, body) in (FLOODS | LARGE).items()}  # fmt: skip
-    finally:
-        done.set()
-        watcher.join()
     assert {codes[name] for name in FLOODS} == {400}
     assert {codes[name] for name in ("a text", "an otter", "numbers", "a conversation", "parts", "items")} == {503}
-    assert peak - idle <= 150 * 10**6
+    assert (codes["conversation items"], codes["too many items"]) == (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("content", "times"), [("x" * 10**6, 1000), ([{"type": "input_text", "text": "x"}] * 8000, 24)]
+)
+def test_references_to_large_items_take_no_more_memory_than_a_body(
+    alone: tuple[str, psutil.Process], content: Any, times: int
+) -> None:
+    url, process = alone
+    item = {"id": "msg_a", "role": "user", "content": content}
+    httpx.post(url + CONVERSATIONS, json={"items": [item]}, timeout=60).raise_for_status()
+    with bounded_memory(process):
+        answer = httpx.post(url + RESPONSE, json={"input": [{"id": "msg_a"}] * times}, timeout=60)
+    assert answer.status_code == 400
+    assert "the items that input refers to" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input"
 
 
 def schemas(part: Any) -> Iterator[dict[str, Any]]:

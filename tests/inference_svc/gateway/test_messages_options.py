@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import anthropic
+import httpx
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
+from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway.anthropic_api import content_blocks
 from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest, FunctionTool, MessagesRequest
+from inference_svc.gateway.prompt_fingerprint import FingerprintStore, PromptFingerprint
 from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
 from tests.inference_svc.gateway.conftest import Gateway
+from tests.inference_svc.gateway.http_server import listening
 from tests.inference_svc.gateway.messages_client import HELLO, client_of
 
 
@@ -87,3 +92,28 @@ def test_a_message_is_converted_beside_the_event_loop(system: Any, monkeypatch: 
     request.chat()
     monkeypatch.setattr(content_blocks.InputMessage, "chat_messages", None)
     assert request.retain_seconds == 3600
+
+
+async def test_a_message_is_fingerprinted_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprint, threads = FingerprintStore.fingerprint, list[threading.Thread]()
+
+    def recorded(store: FingerprintStore, request: pb.GenerateRequest) -> PromptFingerprint:
+        threads.append(threading.current_thread())
+        return fingerprint(store, request)
+
+    monkeypatch.setattr(FingerprintStore, "fingerprint", recorded)
+    message = {"role": "user", "content": "x" * 100_000}
+    body = {"model": "", "max_tokens": 1, "messages": [message], "diagnostics": {"previous_message_id": None}}
+    async with listening() as (port, _), httpx.AsyncClient(timeout=60) as caller:
+        await caller.post(f"http://127.0.0.1:{port}/v1/messages", json=body)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_breakpoint_may_be_in_a_tool_that_is_skipped() -> None:
+    """It ends where the tools before it end, which is the first message."""
+    function = {"name": "f", "input_schema": {"type": "object"}}
+    search = {"type": "web_search_20250305", "name": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    for tools, retained in (([function, search], [(1, 3600)]), ([search], [])):
+        request = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": HELLO, "tools": tools})
+        assert [(point.messages, point.retain_seconds) for point in request.chat().cache_breakpoints] == retained

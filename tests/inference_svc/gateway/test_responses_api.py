@@ -356,10 +356,15 @@ def test_a_conversation_grows_by_its_responses(gateway: Gateway) -> None:
 def test_a_conversation_has_a_largest_size(gateway: Gateway) -> None:
     client = gateway.client.conversations
     large: Any = [{"type": "message", "role": "user", "content": "y" * (1 << 20)}]
-    made = client.create(items=large)
-    with pytest.raises(openai.BadRequestError, match="start another one") as caught:
-        client.items.create(made.id, items=large)
-    assert caught.value.param == "items"
+    with pytest.raises(openai.BadRequestError, match="start another one"):
+        client.create(items=large)
+    made = client.create(items=[{"type": "reasoning", "summary": [], "encrypted_content": "y" * ((1 << 20) - 200)}])  # type: ignore[typeddict-item,list-item]
+    small: Any = [{"type": "message", "role": "user", "content": "y" * 300}]
+    for added in (large, small):
+        with pytest.raises(openai.BadRequestError, match="start another one") as caught:
+            client.items.create(made.id, items=added)
+        assert caught.value.param == "items"
+    gateway.client.responses.create(model="demo", input="y" * 300, conversation=made.id, max_output_tokens=1)
     with pytest.raises(openai.BadRequestError, match="start another one") as caught:
         gateway.client.responses.create(model="demo", input="x", conversation=made.id)
     assert caught.value.param == "conversation"
@@ -369,9 +374,10 @@ def test_a_conversation_has_a_largest_size(gateway: Gateway) -> None:
 def test_items_of_another_tenant_are_unknown() -> None:
     store = ConversationStore()
     store.keep("a", StoredResponse.of({"id": "resp_1", "output": [{"id": "msg_1"}]}, [], [{"id": "msg_0"}]))
-    assert [store.item("a", name)["id"] for name in ("msg_0", "msg_1")] == ["msg_0", "msg_1"]
+    found = store.items("a", ["msg_0", "msg_1", "msg_0"])
+    assert [found[name]["id"] for name in ("msg_0", "msg_1")] == ["msg_0", "msg_1"]
     with pytest.raises(InvalidRequest, match="not kept"):
-        store.item("b", "msg_1")
+        store.items("b", ["msg_1"])
     with pytest.raises(UnknownResponse):
         store.find("b", "resp_1")
 

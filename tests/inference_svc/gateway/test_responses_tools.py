@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -66,7 +67,7 @@ async def test_usage_tells_what_came_from_another_context() -> None:
     async def pieces() -> AsyncIterator[ChoiceChunk]:
         yield ChoiceChunk(0, last)
 
-    writer = ResponseWriter(ResponsesRequest(input="hi"), "m", lambda stored: None, [], [])
+    writer = ResponseWriter(ResponsesRequest(input="hi"), "m", lambda stored: asyncio.sleep(0), [], [])
     answer = json.loads(await writer.whole(pieces()))
     details = {"cached_tokens": 4, "approximate_tokens": 3, "cache_write_tokens": 5}
     assert answer["usage"]["input_tokens_details"] == details

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -63,7 +64,7 @@ async def test_text_behind_a_call_is_behind_it(runtime: Runtime, interval: int) 
     assert [block.get("thinking") or block.get("text") or block.get("input") for block in blocks] == [
         "why", "Well.", {"q": "a day"}, " I say", {"q": "b"}, " So be it.",
     ]  # fmt: skip
-    writer = ResponseWriter(ResponsesRequest(input="hi", store=False), "m", lambda stored: None, [], [])
+    writer = ResponseWriter(ResponsesRequest(input="hi", store=False), "m", lambda stored: asyncio.sleep(0), [], [])
     events = [event async for event in writer.stream(ChoiceChunk(0, parts[0]), chunks(parts[1:]))]
     done = [event for event in events if event.startswith(b"event: response.function_call_arguments.done")]
     arguments = [json.loads(event.partition(b"data: ")[2])["arguments"] for event in done]
@@ -73,7 +74,7 @@ async def test_text_behind_a_call_is_behind_it(runtime: Runtime, interval: int) 
 @pytest.mark.parametrize("interval", [1, 3, 100])
 async def test_log_probabilities_of_a_text_have_no_token_of_the_reasoning(runtime: Runtime, interval: int) -> None:
     parts = await answered(runtime, interval)
-    writer = ResponseWriter(ResponsesRequest(input="hi", store=False), "m", lambda stored: None, [], [])
+    writer = ResponseWriter(ResponsesRequest(input="hi", store=False), "m", lambda stored: asyncio.sleep(0), [], [])
     items = json.loads(await writer.whole(chunks(parts)))["output"]
     first = next(item["content"][0] for item in items if item["type"] == "message")
     assert first["text"] == "Well."

@@ -103,6 +103,12 @@ public final class Facts {
         GenerateRequest request = greedy("less than nothing", 4).toBuilder()
                 .setSampling(Sampling.newBuilder().setTopK(-3)).build();
         failure("negative in a stream", () -> client.stream(request, LONG, part -> true));
+        CacheOptions.Builder cache = CacheOptions.newBuilder()
+                .addBreakpoints(CacheBreakpoint.newBuilder().setTokens(-3));
+        GenerateRequest point = greedy("less than nothing", 4).toBuilder().setCache(cache).build();
+        failure("negative in a breakpoint", () -> client.generate(point, LONG));
+        GenerateRequest list = greedy("less than nothing", 4).toBuilder().addStopTokenIds(-3).build();
+        failure("negative in a list", () -> client.generate(list, LONG));
     }
 
     private static void scripted(Client client) throws InterruptedException {

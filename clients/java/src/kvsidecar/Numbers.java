@@ -2,6 +2,7 @@ package kvsidecar;
 
 import com.google.protobuf.Descriptors.FieldDescriptor;
 import com.google.protobuf.Message;
+import java.util.List;
 import java.util.Map;
 import java.util.Set;
 
@@ -20,20 +21,25 @@ final class Numbers {
     static void refuseNegative(Message message) {
         for (Map.Entry<FieldDescriptor, Object> set : message.getAllFields().entrySet()) {
             FieldDescriptor field = set.getKey();
-            if (field.isRepeated()) {
+            if (field.isMapField()) {
                 continue;
             }
-            if (field.getType() == FieldDescriptor.Type.MESSAGE) {
-                refuseNegative((Message) set.getValue());
-            } else if (field.getType() == FieldDescriptor.Type.UINT32 && (Integer) set.getValue() < 0) {
-                String name = field.getName();
-                if (name.equals("max_tokens") && (Integer) set.getValue() == Client.REST_OF_CONTEXT) {
-                    continue;
+            for (Object value : field.isRepeated() ? (List<?>) set.getValue() : List.of(set.getValue())) {
+                if (field.getType() == FieldDescriptor.Type.MESSAGE) {
+                    refuseNegative((Message) value);
+                } else if (field.getType() == FieldDescriptor.Type.UINT32) {
+                    refuseNegative(field.getName(), (Integer) value);
                 }
-                int least = POSITIVE.contains(name) ? 1 : 0;
-                throw KVSidecarException.refusal(String.format("%s is %d; whole numbers from %d to %d are allowed",
-                        name, (Integer) set.getValue(), least, Integer.MAX_VALUE));
             }
         }
+    }
+
+    private static void refuseNegative(String name, int value) {
+        if (value >= 0 || (name.equals("max_tokens") && value == Client.REST_OF_CONTEXT)) {
+            return;
+        }
+        int least = POSITIVE.contains(name) ? 1 : 0;
+        throw KVSidecarException.refusal(String.format("%s is %d; whole numbers from %d to %d are allowed",
+                name, value, least, Integer.MAX_VALUE));
     }
 }

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.bench.log_replay import LogReplay
 from kvsidecar.cli.gateway_target import check_key
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _ROWS = {
@@ -71,7 +71,7 @@ def bench(
     shape = Shape(prefixes, prefix_words, question_words)
     seed = secrets.randbits(32) if seed is None else seed
     server = BenchServer(url.rstrip("/"), model, api_key, chat=not completions)
-    console = Console(stderr=as_json)
+    console = TerminalConsole(stderr=as_json)
     options = {"concurrency": concurrency, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
     result = asyncio.run(run_benchmark(server, shape, requests, seed, options, console))
     _deliver(result, out, as_json, lambda: _show(result, console))
@@ -105,7 +105,7 @@ def _deliver(result: dict[str, Any], out: Path | None, as_json: bool, show: Call
 
 
 def _show_replay(report: LogReplay) -> None:
-    console, prompt = Console(), max(1, report.prompt_tokens)
+    console, prompt = TerminalConsole(), max(1, report.prompt_tokens)
     console.print(
         f"{report.requests} requests, {report.prompt_tokens} prompt tokens, {report.cached_tokens} of them cached "
         f"({report.cached_tokens / prompt:.0%})",
@@ -125,9 +125,10 @@ def _show_replay(report: LogReplay) -> None:
         )
 
 
-def _show(result: dict[str, Any], console: Console) -> None:
+def _show(result: dict[str, Any], console: TerminalConsole) -> None:
     asked, first, again = result["asked"], result["first"], result["again"]
-    console.print(f"{asked['model']} at {asked['url']}, {asked['concurrency']} at a time", highlight=False)
+    what = f"{asked['model']} at {asked['url']}, {asked['concurrency']} at a time"
+    console.print(what, markup=False, highlight=False)
     table = Table("", "beginning read for the first time", "beginning read before")
     table.add_row("requests, failed", *(f"{p['requests']}, {p['failed']}" for p in (first, again)))
     each = [p["prompt_tokens"] / max(1, p["requests"] - p["failed"]) for p in (first, again)]

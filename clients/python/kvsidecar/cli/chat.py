@@ -34,7 +34,8 @@ def chat(
     """Chat with the model; each answer shows how many tokens came from the cache."""
     with asking(worker, url, api_key, TlsFiles(ca, cert, key)) as client:
         name = model or client.model().model_id
-        console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
+        said = f"{name}. /help says what there is; Ctrl-D ends the conversation."
+        console.print(said, style="dim", markup=False, highlight=False)
         if name == BUILT_IN:
             console.print(_NO_ASSISTANT, highlight=False)
         first = [{"role": "system", "content": system}] if system else []
@@ -82,7 +83,7 @@ def _answer(
     try:
         for part in parts:
             said.append(part.text)  # before printing: Ctrl-C may arrive in between
-            console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
+            console.write_text(part.text)
             final = part.final or final
     except KeyboardInterrupt:
         console.print(" [dim](ended)[/dim]", end="")

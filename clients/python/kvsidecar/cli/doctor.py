@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 from rich.table import Column, Table
+from rich.text import Text
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2
@@ -62,7 +63,7 @@ def doctor() -> None:
     # Show URLs and paths in full, even on a narrow terminal.
     table = Table("what", "", Column("detail", overflow="fold"), Column("what to do", overflow="fold"))
     for f in findings:
-        table.add_row(f.what, f.state, f.detail, f.advice)
+        table.add_row(Text(f.what), f.state, Text(f.detail), Text(f.advice))
     TerminalConsole().print(table)
     if vllm.installed() is not None:
         # Outside of the table, which would wrap it: users copy this line.

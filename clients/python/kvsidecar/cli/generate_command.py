@@ -36,7 +36,7 @@ def generate(
         for part in client.stream(
             _read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed, model=model
         ):
-            console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
+            console.write_text(part.text)
             final = part.final or final
     console.print()
     show_costs(final)

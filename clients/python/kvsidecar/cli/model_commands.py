@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cli.terminal import TerminalConsole
@@ -37,7 +38,7 @@ def pull(
         status = prepare(name)
         if status:
             raise typer.Exit(status)
-    console.print(f"{name} is here; start it with: kvsidecar serve --model {name}", highlight=False)
+    console.print(f"{name} is here; start it with: kvsidecar serve --model {name}", markup=False, highlight=False)
 
 
 def _asked(name: str) -> bool:
@@ -65,10 +66,11 @@ def models(
         table.add_column(heading, overflow="fold")
     for one in [_BUILT_IN, *found]:
         size = format_size(one.size_bytes) if one.size_bytes else ""
-        table.add_row(one.name, size, one.architecture, one.source, style="dim" if not one.where else "")
+        texts = map(Text, (one.name, size, one.architecture, one.source))
+        table.add_row(*texts, style="dim" if not one.where else "")
     console.print(table)
     if found:
-        console.print(f"in {library.root}", highlight=False, soft_wrap=True)
+        console.print(f"in {library.root}", markup=False, highlight=False, soft_wrap=True)
     missing = [m for m in CATALOGUE.values() if m.name not in {one.name for one in found}]
     for model in missing:
         size = format_size(model.download_bytes)
@@ -84,4 +86,4 @@ def rm(names: Annotated[list[str], typer.Argument(help="Names as `kvsidecar mode
     """Remove models and their conversions."""
     library = ModelLibrary()
     for name in names:
-        console.print(f"removed {name}, {format_size(library.remove(name))}", highlight=False)
+        console.print(f"removed {name}, {format_size(library.remove(name))}", markup=False, highlight=False)

@@ -19,6 +19,7 @@ import psutil
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Column, Table
+from rich.text import Text
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2
@@ -80,8 +81,8 @@ def status(
     else:
         table = Table("what", "", "pid", "up", Column(overflow="fold"))
         for part in parts:
-            color = _COLORS[part.state]
-            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), _shown(part))
+            state = Text(part.state, style=_COLORS[part.state])
+            table.add_row(Text(part.name), state, _pid(part), _ago(part), Text(_shown(part)))
         TerminalConsole().print(table)
     if not parts or not all(part.serving for part in parts):
         raise SystemExit(1)

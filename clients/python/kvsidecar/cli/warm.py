@@ -113,7 +113,8 @@ def warm(
                 raise DeadlineExceeded(f"{len(found) - done} of {len(found)} texts were not read in time") from None
             console.print(
                 f"{text.name}: {result.prompt_tokens} tokens, {result.cached_tokens} were cached, "
-                f"{result.stored_tokens} are stored now"
+                f"{result.stored_tokens} are stored now",
+                markup=False,
             )
 
 
@@ -127,7 +128,7 @@ def texts(paths: list[Path]) -> list[Text]:
         try:
             found += _of_file(path)
         except UnicodeDecodeError:
-            console.print(f"{path}: not a text in UTF-8, left out", style="dim", highlight=False)
+            console.print(f"{path}: not a text in UTF-8, left out", style="dim", markup=False, highlight=False)
     if not found:
         raise InvalidRequest(f"there is no text in {', '.join(map(str, paths))}")
     return found

@@ -158,6 +158,8 @@ def show(
 
 
 def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

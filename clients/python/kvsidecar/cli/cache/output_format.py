@@ -14,16 +14,22 @@ _CONTENT = "token_ids"
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Convert a message to a dict by field names: integers unchanged, bytes in hex, enums by name."""
+    """Convert a message to a dict by field names: integers unchanged, bytes in hex, enums by name.
+
+    Optional values that are absent are None.
+    """
     fields = (field for field in message.DESCRIPTOR.fields if field.name != _CONTENT)
-    return {field.name: _value(field, getattr(message, field.name)) for field in fields}
+    return {field.name: _value(field, message) for field in fields}
 
 
-def _value(field: Any, value: Any) -> Any:
+def _value(field: Any, of: Message) -> Any:
+    value = getattr(of, field.name)
     if field.is_repeated:
         return [as_dict(item) if isinstance(item, Message) else item for item in value]
     if isinstance(value, Message):
         return as_dict(value)
+    if field.has_presence and not of.HasField(field.name):
+        return None
     if isinstance(value, bytes):
         return value.hex()
     if field.enum_type is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -81,9 +82,9 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
         + (f", remote {percent(ratios.remote)}" if found.remote_engine else "")
     )
     if found.durable_failing:
-        console.print(f"[red]the durable tier cannot be written to[/red]: {found.durable_failing}", soft_wrap=True)
+        console.print("[red]the durable tier cannot be written to[/red]:", Text(found.durable_failing), soft_wrap=True)
     if found.remote_failing:
-        console.print(f"[red]the remote tier is not used[/red]: {found.remote_failing}", soft_wrap=True)
+        console.print("[red]the remote tier is not used[/red]:", Text(found.remote_failing), soft_wrap=True)
 
 
 def _table(sections: dict[str, tuple[str, ...]], found: pb.StatsResponse) -> Table:

@@ -1,0 +1,54 @@
+"""Changes of a conversation that several requests make at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+from kvsidecar.errors import UnknownResponse
+
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
+from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
+
+
+@pytest.fixture
+def growing() -> Iterator[tuple[ConversationStore, StoredResponseRoutes]]:
+    """A store with an empty conversation, and the routes that change it."""
+    config, store = GatewayConfig(workers="127.0.0.1:1", cache_socket=None), ConversationStore()
+    keys = ApiKeys(config)
+    bodies = BodyReader(config, keys)
+    store.keep("t", StoredResponse.of({"id": "conv_a"}, []))
+    yield store, StoredResponseRoutes(store, keys, bodies)
+    bodies.close()
+
+
+def answered(text: str) -> StoredResponse:
+    said = {"type": "message", "role": "user", "content": text, "id": f"msg_{text}"}
+    return StoredResponse.of({"id": "resp_a", "output": []}, [], [said])
+
+
+async def test_items_that_arrive_at_the_same_time_are_all_kept(
+    growing: tuple[ConversationStore, StoredResponseRoutes],
+) -> None:
+    store, routes = growing
+    await asyncio.gather(*(routes.append("t", "conv_a", answered(text)) for text in "abcd"))
+    found = store.find("t", "conv_a")
+    assert [item["content"] for item in json.loads(found.items)] == list("abcd")
+    assert [message["content"] for message in store.messages("t", "conv_a")] == list("abcd")
+
+
+async def test_a_conversation_that_is_deleted_while_it_grows_stays_deleted(
+    growing: tuple[ConversationStore, StoredResponseRoutes],
+) -> None:
+    store, routes = growing
+    append = asyncio.create_task(routes.append("t", "conv_a", answered("a")))
+    await asyncio.sleep(0)  # the task has read the conversation, and waits for the thread that extends it
+    store.drop("t", "conv_a")
+    await append
+    with pytest.raises(UnknownResponse):
+        store.find("t", "conv_a")
