@@ -141,6 +141,13 @@ class PrefixCache:
                 return True
         return False
 
+    def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
+        """Allocates blocks like ``KVPool.allocate``, and evicts entries until there are enough; None if too few are."""
+        found = self._pool.allocate(tokens, spare)
+        while found is None and self.evict():
+            found = self._pool.allocate(tokens, spare)
+        return found
+
     @property
     def available_overflow_tokens(self) -> int:
         """Token slots of the overflow that are free or belong to entries; slots that entries share count repeatedly."""

@@ -206,9 +206,7 @@ class Admission:
             return True
         if source.tokens and not crosses and self._blocks.share(sequence, source, needed):
             return True
-        table = self._pool.allocate(needed, spare)
-        while table is None and self._prefix_cache.evict():
-            table = self._pool.allocate(needed, spare)
+        table = self._prefix_cache.allocate(needed, spare)
         if table is None:
             return False
         sequence.kv.attach(table)
