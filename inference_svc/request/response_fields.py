@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
@@ -29,13 +28,9 @@ def token_logprob(drawn: SampledToken, decode: DecodeToken) -> pb.TokenLogprob:
 
 
 def prompt_logprobs(sequence: Sequence, decode: DecodeToken) -> list[pb.TokenLogprob]:
-    """Build the prompt logprobs of a sequence that has its first token; empty unless requested.
-
-    Calls the tokenizer once per distinct token, which takes time.
-    """
+    """Build the prompt logprobs of a sequence that has its first token; empty unless requested. Takes time."""
     if sequence.request.num_prompt_logprobs is None:
         return []
-    decode = cache(decode)
     scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs)
     return [token_logprob(one, decode) for one in scored]
 

@@ -292,7 +292,8 @@ class InferenceService(InferenceServiceServicer):
         return tokens, marks, self._requests.breakpoints.find(request.prompt, request.cache, len(tokens))
 
     async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
-        sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter()).sequence(None)
+        work = partial(self._requests.tokenize, request, lambda _: None, time.perf_counter())
+        sequence = (await self._tokenize_beside(request, work)).sequence(None)
         cache, tokens = self._runtime.cache, sequence.request.num_prompt_tokens
         found = await asyncio.to_thread(cache.prefetch, sequence) if cache is not None else 0
         return pb.WarmResponse(prompt_tokens=tokens, cached_tokens=found, stored_tokens=found)
@@ -339,8 +340,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        ailment = self._engine.ailment
-        if ailment:  # gateways send requests only to workers that answer this call
+        if ailment := self._engine.ailment:  # gateways send requests only to workers that answer this call
             raise Unavailable(ailment)
         m = self._loaded
         return pb.GetModelResponse(
