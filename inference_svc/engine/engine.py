@@ -139,13 +139,15 @@ class Engine:
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
         """Adds an adapter with a new name while requests run. Blocks.
 
-        Raises Unavailable, or the error of the adapter's first forward; the adapter is then not added.
+        Raises Unavailable, Overloaded if running requests use all blocks, or the error of the adapter's first forward;
+        the adapter is then not added.
         """
         adapter = self.decoder.place(weights)
 
         def let_in() -> LoraAdapter:
             self.decoder.let_in(adapter)
-            self._run_rows(1, 0, adapter)
+            if not self._run_rows(1, 0, adapter):
+                raise Overloaded("running requests use the whole KV pool; load the adapter again later")
             self.adapters[adapter.name] = adapter
             return adapter
 
@@ -363,11 +365,11 @@ class Engine:
             self._run_rows(1, 0)
             self.speculator.costs.calibrate(drafted, time_once(lambda count: self._run_rows(count, 0), 1))
 
-    def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
-        """Computes ``count`` rows of a dummy sequence like a step. Does nothing if the pool is too small."""
-        table = self.pool.allocate(count)
+    def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> bool:
+        """Computes ``count`` rows of a dummy sequence like a step. False if the pool is too full for them."""
+        table = self._core.prefix_cache.allocate(count)
         if table is None:
-            return
+            return False
         try:
             logits = self._core.compute(
                 [forward_batch.SequenceSlice([0] * count, 0, table, True, num_drafted=drafted, adapter=adapter)]
@@ -381,6 +383,7 @@ class Engine:
             self.pool.free(table)
         else:
             self._free_zeroed(table)
+        return True
 
     def _free_zeroed(self, table: BlockTable) -> None:
         """Frees blocks that may hold NaN or infinity."""

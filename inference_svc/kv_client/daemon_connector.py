@@ -27,7 +27,7 @@ from kvsidecar import keys
 from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.errors import KVSidecarError, UnknownModel, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import ends_session, failure_text
 from kvsidecar.kv_transfer.session import Session
@@ -241,7 +241,9 @@ class DaemonConnector:
 
     def release_session(self, adapter: bytes, salt: bytes, name: str) -> int:
         """Remove the chunks that only a client's session used; return their number. Blocks; raises KVSidecarError."""
-        return self._daemons[adapter].release_group(salt, name)
+        if (daemon := self._daemons.get(adapter)) is None:
+            raise UnknownModel("the adapter has been unloaded", param="model")
+        return daemon.release_group(salt, name)
 
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)

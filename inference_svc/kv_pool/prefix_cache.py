@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from kvsidecar.errors import OverflowFailed
@@ -72,6 +73,26 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
     return int(differ.argmax()) if differ.any() else n
 
 
+class WaitingPrompt:
+    """Tokens of a waiting sequence, compared once with those of each cached or live sequence.
+
+    Admission asks again in every step, and the comparison of long prompts takes microseconds.
+    """
+
+    def __init__(self, tokens: TokenArray) -> None:
+        self.tokens, self._shared = tokens, WeakKeyDictionary[object, int]()
+
+    def shared_with(self, other: object, tokens: TokenArray) -> int:
+        """Number of leading tokens that are also those of ``other``, whose ``tokens`` never change."""
+        found = self._shared.get(other)
+        if found is None:
+            found = common_prefix(self.tokens[:MIN_SHARED_TOKENS], tokens)
+            if found == MIN_SHARED_TOKENS:
+                found = common_prefix(self.tokens, tokens)
+            self._shared[other] = found
+        return found
+
+
 class PrefixCache:
     """LRU cache of finished sequences. Owns their blocks."""
 
@@ -92,12 +113,15 @@ class PrefixCache:
         """Block tables of all entries."""
         return [entry.table for entry in self._entries.values()]
 
-    def longest_prefix(self, scope: CacheScope, tokens: TokenArray) -> tuple[CachedSequence | None, int]:
-        """Finds the entry with the longest common prefix, and the prefix's length; None below MIN_SHARED_TOKENS."""
-        found, longest, head = None, 0, tokens[:MIN_SHARED_TOKENS].tobytes()
+    def longest_prefix(self, scope: CacheScope, prompt: WaitingPrompt) -> tuple[CachedSequence | None, int]:
+        """Finds the entry with the longest common prefix, and the prefix's length; None below MIN_SHARED_TOKENS.
+
+        The prefix never includes the prompt's last token.
+        """
+        found, longest, head = None, 0, prompt.tokens[:MIN_SHARED_TOKENS].tobytes()
         for entry in self._entries.values():
             if entry.scope == scope and entry.head == head:
-                n = common_prefix(entry.tokens, tokens)
+                n = min(prompt.shared_with(entry, entry.tokens), len(prompt.tokens) - 1)
                 if n > longest and self._pool.covers_window(entry.table, n):
                     found, longest = entry, n
         return found, longest
@@ -140,6 +164,13 @@ class PrefixCache:
                 self._drop(key)
                 return True
         return False
+
+    def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
+        """Allocates blocks like ``KVPool.allocate``, and evicts entries until there are enough; None if too few are."""
+        found = self._pool.allocate(tokens, spare)
+        while found is None and self.evict():
+            found = self._pool.allocate(tokens, spare)
+        return found
 
     @property
     def available_overflow_tokens(self) -> int:

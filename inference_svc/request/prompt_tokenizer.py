@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from secrets import token_hex
 
@@ -31,6 +32,8 @@ _MAX_SEPARATOR = 64
 _SPACE = "\u2581"
 # A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
+# Number of tokens whose texts are kept: log probabilities with alternatives name the same tokens often.
+_MAX_DECODED = 1 << 16
 
 
 class PromptTokenizer:
@@ -51,6 +54,7 @@ class PromptTokenizer:
         self._context, self._context_limits = context_length, context_limits
         self._sampled_calls = SampledCalls()
         self._removes_space = _removes_space(self._tokenizer)
+        self._decoded = lru_cache(_MAX_DECODED)(self._decode)
         # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
@@ -223,7 +227,10 @@ class PromptTokenizer:
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
     def text_and_bytes(self, token: int) -> tuple[str, bytes]:
-        """Return a token's text and its bytes; see ``token_bytes``."""
+        """Return a token's text and its bytes; see ``token_bytes``. Calls the tokenizer once per token."""
+        return self._decoded(token)
+
+    def _decode(self, token: int) -> tuple[str, bytes]:
         text = self.text([token])
         # The name matters only for a part of a character or for a space that the decoder removed.
         name = self.token_names([token])[0] if self._removes_space or REPLACEMENT in text else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
@@ -29,13 +28,9 @@ def token_logprob(drawn: SampledToken, decode: DecodeToken) -> pb.TokenLogprob:
 
 
 def prompt_logprobs(sequence: Sequence, decode: DecodeToken) -> list[pb.TokenLogprob]:
-    """Build the prompt logprobs of a sequence that has its first token; empty unless requested.
-
-    Calls the tokenizer once per distinct token, which takes time.
-    """
+    """Build the prompt logprobs of a sequence that has its first token; empty unless requested. Takes time."""
     if sequence.request.num_prompt_logprobs is None:
         return []
-    decode = cache(decode)
     scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs)
     return [token_logprob(one, decode) for one in scored]
 
@@ -71,11 +66,13 @@ def split_reasoning(splitter: ReasoningSplitter, part: pb.GenerateStreamResponse
     part.reasoning, part.text = splitter.split(part.text, len(part.token_ids), bool(part.finish_reason))
 
 
-def add_usage(sequence: Sequence, part: pb.GenerateStreamResponse, reasoning_tokens: int) -> None:
-    """Set the usage of a sequence so far."""
+def add_usage(
+    sequence: Sequence, part: pb.GenerateStreamResponse, generated_tokens: int, reasoning_tokens: int
+) -> None:
+    """Set the usage of an answer up to and including a part; the sequence may have more tokens already."""
     prompt, cached = sequence.request.num_prompt_tokens, sequence.usage.num_cached
     part.usage.prompt_tokens, part.usage.cached_tokens = prompt, cached
-    part.usage.generated_tokens, part.usage.reasoning_tokens = sequence.num_generated, reasoning_tokens
+    part.usage.generated_tokens, part.usage.reasoning_tokens = generated_tokens, reasoning_tokens
     part.usage.approximate_tokens = sequence.usage.num_approximate
     part.usage.recomputed_tokens = sequence.usage.num_recomputed
     part.usage.draft_tokens = sequence.speculation.num_draft_tokens

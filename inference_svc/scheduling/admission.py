@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import structlog
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
@@ -22,8 +22,8 @@ from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 from inference_svc.kv_pool.prefix_cache import (
     MIN_SHARED_TOKENS,
     PrefixCache,
-    TokenArray,
-    common_prefix,
+    WaitingPrompt,
+    as_array,
 )
 from inference_svc.scheduling import waiting_order
 from inference_svc.scheduling.context_limits import LOOKAHEAD_TOKENS, exceeds_pool
@@ -42,10 +42,6 @@ _WINDOW, _MAX_EXAMINED = 16, 128
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
 
 
-def as_array(tokens: list[int]) -> TokenArray:
-    return np.asarray(tokens, np.uint32)
-
-
 @dataclass(frozen=True)
 class _Prospect:
     """Prefix in the pool that a sequence would start from.
@@ -57,12 +53,6 @@ class _Prospect:
     source: PrefixSource
     until: float = 0.0
     awaited: int = 0
-
-
-def _awaits(sequence: Sequence, held: Sequence, prefix: TokenArray) -> bool:
-    """True if a sequence begins with the prefix for which another one is held back."""
-    begins = sequence.reads_cache and sequence.cache_scope == held.cache_scope
-    return begins and common_prefix(prefix, sequence.prompt_ids) == len(prefix)
 
 
 class Admission:
@@ -82,7 +72,7 @@ class Admission:
     ) -> None:
         self._pool, self._prefix_cache, self._piece, self._longest = pool, prefix_cache, piece, max_tokens
         self._budget, self._cache = budget, cache
-        self._blocks = CopyOnWrite(pool, prefix_cache)
+        self._blocks, self._prompts = CopyOnWrite(pool, prefix_cache), WeakKeyDictionary[Sequence, WaitingPrompt]()
         self.wake_at: float | None = None
         """Time at which the first held-back sequence may be admitted (time.perf_counter)."""
 
@@ -94,15 +84,15 @@ class Admission:
         """
         now, live = time.perf_counter(), list(live)
         sequences, prospects = list[Sequence](), list[_Prospect]()
-        held = list[tuple[Sequence, TokenArray]]()  # with the prefixes that they wait for
+        held = list[tuple[Sequence, int]]()  # with the lengths of the prefixes that they wait for
         for s in islice(self._in_turn(waiting), _MAX_EXAMINED):
-            if not s.queue.preempted and any(_awaits(s, *one) for one in held):
+            if not s.queue.preempted and any(self._awaits(s, *one) for one in held):
                 continue
             prospect = self._prospect(s, live, now)
             sequences.append(s)
             prospects.append(prospect)
             if prospect.until > now:
-                held.append((s, s.prompt_ids[: prospect.awaited]))
+                held.append((s, min(prospect.awaited, s.request.num_prompt_tokens)))
             elif len(sequences) - len(held) == _WINDOW:
                 break
         self.wake_at = min((p.until for p in prospects if p.until > now), default=None)
@@ -129,24 +119,36 @@ class Admission:
                 except Exception:  # without a probe, only the order of admission may differ
                     log.exception("probing failed", request=sequence.request.id)
 
+    def _prompt(self, sequence: Sequence) -> WaitingPrompt:
+        """Returns a waiting sequence's tokens, until it ends or waits again with more tokens after a preemption."""
+        found = self._prompts.get(sequence)
+        if found is None or len(found.tokens) != len(sequence.tokens):
+            tokens = as_array(sequence.tokens) if sequence.queue.preempted else sequence.prompt_ids
+            found = self._prompts[sequence] = WaitingPrompt(tokens)
+        return found
+
+    def _awaits(self, sequence: Sequence, held: Sequence, awaited: int) -> bool:
+        """True if a sequence begins with the ``awaited`` tokens for which another one is held back."""
+        if not sequence.reads_cache or sequence.cache_scope != held.cache_scope:
+            return False
+        return self._prompt(sequence).shared_with(held, held.prompt_ids) >= awaited
+
     def _prospect(self, sequence: Sequence, live: list[Sequence], now: float) -> _Prospect:
         """Finds the longest prefix in the pool, and whether a live sequence is computing or loading a longer one."""
         if not sequence.reads_cache:
             return _Prospect(PrefixSource())
         # The last token is always computed: sampling needs its logits.
-        whole = as_array(sequence.tokens) if sequence.queue.preempted else sequence.prompt_ids
-        tokens, scope = whole[:-1], sequence.cache_scope
-        if len(tokens) < MIN_SHARED_TOKENS:
+        prompt, scope, most = self._prompt(sequence), sequence.cache_scope, len(sequence.tokens) - 1
+        if most < MIN_SHARED_TOKENS:
             return _Prospect(PrefixSource())
-        cached, longest = self._prefix_cache.longest_prefix(scope, tokens)
+        cached, longest = self._prefix_cache.longest_prefix(scope, prompt)
         source, coming = PrefixSource(longest, cached=cached), list[tuple[Sequence, int]]()
         for other in live:
             if other.cache_scope != scope or not other.request.cache.write:
                 continue
-            shared = common_prefix(tokens[:MIN_SHARED_TOKENS], other.prompt_ids)
+            shared = min(prompt.shared_with(other, other.prompt_ids), most)
             if shared < MIN_SHARED_TOKENS:
                 continue
-            shared = common_prefix(tokens, other.prompt_ids)
             loaded = other.kv.layers is None or other.kv.layers.complete
             ready, table = min(shared, other.kv.num_exact), other.kv.table
             reached = table is not None and self._pool.covers_window(table, ready)
@@ -206,9 +208,7 @@ class Admission:
             return True
         if source.tokens and not crosses and self._blocks.share(sequence, source, needed):
             return True
-        table = self._pool.allocate(needed, spare)
-        while table is None and self._prefix_cache.evict():
-            table = self._pool.allocate(needed, spare)
+        table = self._prefix_cache.allocate(needed, spare)
         if table is None:
             return False
         sequence.kv.attach(table)

@@ -17,6 +17,7 @@ class KVState:
     """
 
     __slots__ = (
+        "is_corrupt",
         "layers",
         "load_failed",
         "num_computed",
@@ -38,6 +39,7 @@ class KVState:
         self.stored = StoredPrefix()
         self.offered = 0  # tokens that the connector got for partial saves
         self.load_failed = False  # loading the cached prefix failed: the sequence must not use the cache
+        self.is_corrupt = False  # the cached prefix was not finite
 
     @property
     def is_full(self) -> bool:
@@ -96,7 +98,7 @@ class KVState:
 
     def drop_prefix(self) -> None:
         """Removes a corrupt prefix whose blocks were freed; nothing counts as stored any more."""
-        self.table, self.layers, self.stored = None, None, StoredPrefix()
+        self.table, self.layers, self.stored, self.is_corrupt = None, None, StoredPrefix(), True
 
     def restart(self) -> None:
         """Resets all progress; the sequence waits again, without blocks."""

@@ -21,7 +21,7 @@ def miss_reason(sequence: Sequence) -> MissReason | str | None:
     if not sequence.request.cache.read:
         return MISS_SKIPPED
     reason = sequence.miss.result() if sequence.miss.done() else None
-    if sequence.kv.load_failed and reason not in (MISS_LOAD_SLOWER, MISS_UNAVAILABLE):
+    if sequence.kv.is_corrupt and reason not in (MISS_LOAD_SLOWER, MISS_UNAVAILABLE):
         return MISS_CORRUPT
     return reason
 

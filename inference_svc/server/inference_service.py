@@ -125,7 +125,7 @@ class InferenceService(InferenceServiceServicer):
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield the parts of an answer. Closing the generator early cancels the sequence."""
-        calls, thinking, first, texts, message = None, None, True, list[str](), pb.ChatMessage()
+        calls, thinking, first, sent, texts, message = None, None, True, 0, list[str](), pb.ChatMessage()
         async with aclosing(self.outputs(request, seen)) as groups:
             async for sequence, outputs in groups:
                 if first:
@@ -145,15 +145,15 @@ class InferenceService(InferenceServiceServicer):
                         add_calls(message.tool_calls, one.tool_calls)
                         # The answer's tokens may include a stop string, an excess call or reasoning that ``message``
                         # lacks. The tokens of such answers are not kept.
-                        finish, stopped_by = one.finish_reason, one.WhichOneof("stopped_by")
-                        called = finish == pb.FINISH_REASON_TOOL_CALLS and stopped_by is None
+                        called = one.finish_reason == pb.FINISH_REASON_TOOL_CALLS and not one.WhichOneof("stopped_by")
                         reasoned = thinking is not None and thinking.tokens > 0
                         if called and not reasoned and calls.calls == len(message.tool_calls):
                             message.content = "".join(texts)
                             self._tokenizer.keep_calls(request.cache.tenant_salt, sequence, message)
                 for whole in join_parts(parts):
+                    sent += len(whole.token_ids)
                     if request.continuous_usage or whole.finish_reason:
-                        add_usage(sequence, whole, thinking.tokens if thinking is not None else 0)
+                        add_usage(sequence, whole, sent, thinking.tokens if thinking is not None else 0)
                     if first:
                         whole.request_id = sequence.request.id
                     if first and request.return_prompt_tokens:
@@ -292,7 +292,8 @@ class InferenceService(InferenceServiceServicer):
         return tokens, marks, self._requests.breakpoints.find(request.prompt, request.cache, len(tokens))
 
     async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
-        sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter()).sequence(None)
+        work = partial(self._requests.tokenize, request, lambda _: None, time.perf_counter())
+        sequence = (await self._tokenize_beside(request, work)).sequence(None)
         cache, tokens = self._runtime.cache, sequence.request.num_prompt_tokens
         found = await asyncio.to_thread(cache.prefetch, sequence) if cache is not None else 0
         return pb.WarmResponse(prompt_tokens=tokens, cached_tokens=found, stored_tokens=found)
@@ -339,8 +340,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        ailment = self._engine.ailment
-        if ailment:  # gateways send requests only to workers that answer this call
+        if ailment := self._engine.ailment:  # gateways send requests only to workers that answer this call
             raise Unavailable(ailment)
         m = self._loaded
         return pb.GetModelResponse(

@@ -24,7 +24,7 @@ _BRANCH_SECONDS = 2e-4
 _TIMED_ROWS, _REPEATS, _MAX_TIMING_SECONDS = (1, 2, 4, 8, 16, 32, 64), 3, 2.0
 
 
-def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float]:
+def time_steps(run: Callable[[int], object], min_rows: int = 1) -> dict[int, float]:
     """Measures the seconds of ``run(rows)`` for several numbers of rows, from ``min_rows`` on.
 
     Takes the minimum of a few repeats, because other load on the machine is not a cost of the step. Measures at least
@@ -41,7 +41,7 @@ def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float
     return found
 
 
-def time_once(run: Callable[[int], None], rows: int) -> float:
+def time_once(run: Callable[[int], object], rows: int) -> float:
     """Measures the seconds of one ``run``."""
     began = time.perf_counter()
     run(rows)

@@ -72,6 +72,7 @@ def test_a_corrupt_chunk_costs_one_prefill_and_is_deleted(
     assert found.cached_tokens == 0
     settled(engine)
     assert inner.stats.corrupt_hits == 1
+    assert "corrupt" in [kind for kind, _, _ in inner.stats.misses.as_tuples()]
     assert cache.stats.corrupt_chunks >= 1
     assert inner.stats.failed == cache.stats.failures == 0
     assert inner.free_pages == inner.pool.pages

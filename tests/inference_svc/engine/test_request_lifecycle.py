@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvsidecar.cache.v1 import cache_pb2
 
+from inference_svc.engine.engine_events import EngineTask
 from inference_svc.engine.engine_stats import EngineStats
 from inference_svc.engine.request_lifecycle import RequestFinisher, append_token
 from inference_svc.kv_client.load_cost_model import LoadCostModel
@@ -23,7 +25,7 @@ from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutp
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.kv_pool.test_prefix_cache import answer
 from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
-from tests.inference_svc.server.test_load import Request, small_engine
+from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 
 def test_a_stop_string_in_what_was_held_back_is_a_stop() -> None:
@@ -79,6 +81,26 @@ def test_a_request_that_stores_nothing_leaves_residents_alone() -> None:
     assert engine.resident_sequences == 1
     assert answer(engine, ids)[1] == 199
     engine.check_integrity()
+    engine.stop()
+
+
+def test_a_failed_reload_is_no_corrupt_prefix() -> None:
+    """A preempted sequence keeps the reason of its first miss, also if the daemon ends before the reload."""
+    engine, request = small_engine(2048), Request(prompt(1, 100), 5)
+    core, sink = engine._core, request.sequence.sink
+    request.sequence.set_miss(cache_pb2.MissReason(kind=cache_pb2.MISS_KIND_NEVER_SEEN))
+
+    def fail_reload(output: SequenceOutput) -> None:
+        sink(output)
+        if len(request.outputs) == 2:
+            engine._events.post(EngineTask(lambda: core._compute_uncached(request.sequence), lambda _: None))
+
+    request.sequence.sink = fail_reload
+    engine.submit(request.sequence)
+    assert len(request.tokens()) == 5
+    idle(engine)
+    assert engine.stats.preemptions == 1
+    assert engine.stats.misses.as_tuples() == [("never_seen", 1, 100)]
     engine.stop()
 
 

@@ -17,6 +17,7 @@ from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
+from kvsidecar.errors import UnknownModel
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
 
@@ -177,6 +178,14 @@ def test_a_verdict_is_stored_once_the_daemon_answers_again() -> None:
 def test_a_verdict_that_the_daemon_refuses_is_not_sent_again(node: Node) -> None:
     with connected(node, "refused", 64) as (connector, _):
         assert connector.store_verdict(cache_pb2.ReuseVerdict(passed=True, strategy="guided", ratio=2.0))
+
+
+def test_a_session_of_an_unloaded_adapter_is_not_released(node: Node) -> None:
+    """The adapter may be unloaded after the worker has found it for the request."""
+    with connected(node, "unloaded", 64) as (connector, _):
+        assert connector.release_session(b"", b"", "agent") == 0
+        with pytest.raises(UnknownModel, match="the adapter has been unloaded"):
+            connector.release_session(b"a", b"", "agent")
 
 
 @pytest.mark.parametrize("other", [b"one tenant", b"another tenant"])

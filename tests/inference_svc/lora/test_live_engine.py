@@ -6,15 +6,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import structlog
 import torch
-from kvsidecar.errors import Unavailable, UnknownModel
+from kvsidecar.errors import Overloaded, Unavailable, UnknownModel
 
-from inference_svc.kv_pool.block_table import BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.engine_lost import EngineLost
 from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.sequence.generation_request import CacheParams, SpeculationMode
@@ -144,6 +146,40 @@ def test_the_trial_row_of_an_adapter_that_overflows_leaves_a_free_and_finite_poo
         engine.check_integrity()
         assert engine.pool.keys.isfinite().all()
         assert engine.pool.values.isfinite().all()
+    finally:
+        engine.stop()
+
+
+def test_a_full_pool_makes_space_for_the_trial_row_or_refuses_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter without a trial row might fail at its first request."""
+    engine = engine_of(2048, tmp_path)
+    pool, compute, tried = engine.pool, engine._core.compute, list[LoraAdapter | None]()
+
+    def noted(slices: list[SequenceSlice]) -> torch.Tensor:
+        tried.extend(piece.adapter for piece in slices)
+        return compute(slices)
+
+    try:
+        assert len(ask(engine, "b", prompt(0, 1000), 4, keep=True).tokens()) == 4
+        idle(engine)
+        weights = adapter(tmp_path / "a", engine.loaded, "new")
+        engine.between_steps(lambda: monkeypatch.setattr(engine._core, "compute", noted))
+        tables = [engine.between_steps(lambda: pool.allocate(pool.free_pages * PAGE_TOKENS))]
+        assert engine.resident_sequences == 1
+        assert engine.adopt(weights) is engine.adapters["new"] is tried[-1]
+        assert engine.resident_sequences == 0
+        engine.drop("new")
+        tables.append(engine.between_steps(lambda: pool.allocate(pool.free_pages * PAGE_TOKENS)))
+        with pytest.raises(Overloaded, match="running requests use the whole KV pool"):
+            engine.adopt(weights)
+        assert "new" not in engine.adapters
+        assert len(tried) == 1
+        for table in tables:
+            assert table is not None
+            engine.between_steps(partial(pool.free, table))
+        engine.check_integrity()
     finally:
         engine.stop()
 

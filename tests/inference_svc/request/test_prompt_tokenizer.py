@@ -37,6 +37,20 @@ def test_the_texts_of_the_tokens_are_the_text(tokenizer: PreTrainedTokenizerBase
     assert found.decode().lstrip() == "hello world  and a 猫"
 
 
+def test_a_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of an answer may have 20 alternatives, and they are decoded on the event loop."""
+    made, decoded = of(BYTE_LEVEL), list[list[int]]()
+    text = made.text
+
+    def noted(ids: list[int]) -> str:
+        decoded.append(ids)
+        return text(ids)
+
+    monkeypatch.setattr(made, "text", noted)
+    assert [made.text_and_bytes(token) for token in (70, 71, 70, 71)] == [("^", b"^"), ("_", b"_")] * 2
+    assert decoded == [[70], [71]]
+
+
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, LLAMA2], ids=["byte-level", "llama2"])
 def test_offsets_are_those_of_the_prompts_text(tokenizer: PreTrainedTokenizerBase) -> None:
     made, text = of(tokenizer), "hello world and a 猫 here"

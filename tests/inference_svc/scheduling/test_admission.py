@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from dataclasses import replace
 
 import pytest
 import torch
 
+from inference_svc.kv_pool import prefix_cache
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import PrefixCache
+from inference_svc.kv_pool.prefix_cache import MIN_SHARED_TOKENS, PrefixCache, TokenArray
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.scheduling.admission import Admission
 from inference_svc.scheduling.prefill_budget import PrefillBudget
@@ -75,3 +77,41 @@ def test_requests_that_wait_for_one_prefix_do_not_delay_others() -> None:
     chosen = admission.next(deque([*following, elsewhere]), [running])
     assert chosen is not None
     assert chosen[0] is elsewhere, "another tenant waits for nothing"
+
+
+@pytest.mark.parametrize("computed", [0, len(IDS) - 1], ids=["held back", "sharing"])
+def test_two_prompts_are_compared_once(computed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While blocks are missing, each step examines the same prompts again."""
+    real, compared = prefix_cache.common_prefix, list[int]()
+
+    def noted(a: TokenArray, b: TokenArray) -> int:
+        if min(len(a), len(b)) > MIN_SHARED_TOKENS:
+            compared.append(len(a))
+        return real(a, b)
+
+    monkeypatch.setattr(prefix_cache, "common_prefix", noted)
+    pool = KVPool(LAYERS, 1, 2, 1024, torch.float32, torch.device("cpu"))
+    admission = Admission(pool, PrefixCache(pool, 8), 64, 1024, PrefillBudget(0.0), NullKVConnector())
+    running, waiting = sequence_of(b"a"), deque(sequence_of(b"a") for _ in range(4))
+    running.kv.load(computed, pool.allocate(len(IDS)), None)
+    running.state = SequenceState.RUNNING
+    for _ in range(3):
+        assert (admission.next(waiting, [running]) is None) == (not computed)
+    assert len(compared) == len(waiting)
+    del waiting, running
+    gc.collect()
+    assert not admission._prompts
+
+
+def test_a_preempted_sequence_is_compared_with_its_answer() -> None:
+    pool = KVPool(LAYERS, 1, 2, 1024, torch.float32, torch.device("cpu"))
+    admission = Admission(pool, PrefixCache(pool, 8), 64, 1024, PrefillBudget(0.0), NullKVConnector())
+    waiting, running = Request(IDS, 50).sequence, Request([*IDS, *prompt(2, 40)], 5).sequence
+    running.kv.load(len(running.tokens) - 1, pool.allocate(len(running.tokens)), None)
+    running.state = SequenceState.RUNNING
+    for length in (len(IDS), len(IDS) + 20):
+        waiting.tokens[:] = running.tokens[:length]
+        chosen = admission.next(deque([waiting]), [running])
+        assert chosen is not None
+        assert chosen[1].tokens == length - 1
+        waiting.queue.preempted = True

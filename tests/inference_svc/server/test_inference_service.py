@@ -64,6 +64,7 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
     context: Any = None
     await service.Tokenize(pb.TokenizeRequest(prompt=to_prompt("text")), context)
     await service.Warm(pb.WarmRequest(prompt=to_prompt("text")), context)
+    await service.Warm(pb.WarmRequest(prompt=to_prompt("text"), prefetch=True), context)
     assert len(tokenized) >= 4
     assert all(name.startswith("tokenize") for name, _ in tokenized)
 

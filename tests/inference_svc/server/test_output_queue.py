@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvsidecar.requests import to_request
 
 from benchmarks.condition_wait import until
 from inference_svc.sampling.logprobs import SampledToken
-from inference_svc.sequence.sequence import FinishReason, SequenceOutput
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.server.inference_service import InferenceService
 from inference_svc.server.output_queue import OutputQueue
 from inference_svc.server.runtime import Runtime, build_runtime
@@ -118,6 +119,27 @@ async def test_the_interval_changes_no_answer(runtime: Runtime) -> None:
         answer.ClearField("request_id")
         answers.append(answer)
     assert answers[0] == answers[1] == answers[2]
+
+
+async def test_the_usage_of_a_message_counts_the_tokens_sent_so_far(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is ahead of a client that reads slowly; here the answer is complete before the first message."""
+    service = with_interval(runtime, 4)
+    outputs = service.outputs
+
+    async def complete(*given: Any) -> AsyncIterator[tuple[Sequence, list[SequenceOutput]]]:
+        for group in [group async for group in outputs(*given)]:
+            yield group
+
+    monkeypatch.setattr(service, "outputs", complete)
+    request = to_request("The chunks of a prompt", max_tokens=11, temperature=0, ignore_eos=True)
+    request.continuous_usage = True
+    parts = [part async for part in service._generate(request)]
+    sent = list(accumulate(len(part.token_ids) for part in parts))
+    assert [part.usage.generated_tokens for part in parts] == sent
+    assert len(parts) > 2
+    assert sent[-1] == 11
 
 
 async def test_a_closed_stream_cancels_what_the_interval_holds_back(runtime: Runtime) -> None:
