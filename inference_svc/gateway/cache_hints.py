@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.kv_hints import read_kv_hints
+from kvsidecar.kv_hints import KvHints, read_kv_hints
 from kvsidecar.retained_prefixes import WHOLE_PROMPT
 from pydantic import Field
 
@@ -63,9 +64,14 @@ class CacheFields(BodyModel):
     kv_hints: Any = None
     """KV hint envelope, as in vLLM and SGLang; only its actions kv.fetch and kv.retain have an effect."""
 
+    @cached_property
+    def _envelope(self) -> KvHints:
+        """The hints in ``kv_hints``, read once for all answers of a request."""
+        return read_kv_hints(self.kv_hints)
+
     def cache_options(self) -> pb.CacheOptions:
         """Convert the hints. Raises InvalidRequest."""
-        envelope = read_kv_hints(self.kv_hints)
+        envelope = self._envelope
         if self.kv_hints is not None:
             log_line().add(kv_hints_applied=envelope.num_applied, kv_hints_ignored=envelope.num_ignored)
         is_low = self.cache_priority == "low" or envelope.low_priority

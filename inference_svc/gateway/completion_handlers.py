@@ -27,6 +27,9 @@ from inference_svc.gateway.request_runner import (
 )
 from inference_svc.gateway.server_sent_events import event_stream
 
+# Maximum size of the options that the worker requests of all answers have together.
+_MAX_OPTION_BYTES = 32 << 20
+
 
 @dataclass(frozen=True)
 class _AnswerJob:
@@ -74,11 +77,12 @@ class CompletionHandlers:
         prompts = parsed.prompts()
         if parsed.explain and len(prompts) * parsed.num_choices > 1:
             raise InvalidRequest("explain is for one answer; ask for one prompt with n = 1", param="explain")
-        requests = [
-            parsed.to_grpc(prompt, choice, f"{answer_id}-{i}-{choice}")
-            for i, prompt in enumerate(prompts)
-            for choice in range(parsed.num_choices)
-        ]
+        places = [(i, choice) for i in range(len(prompts)) for choice in range(parsed.num_choices)]
+        requests = list[pb.GenerateRequest]()
+        for i, choice in places:
+            requests.append(parsed.to_grpc(prompts[i], choice, f"{answer_id}-{i}-{choice}"))
+            if len(requests) == 1:
+                _check_options(requests[0], len(places))
         self._services.runner.set_defaults(requests, self._services.models.resolve(model))
         if is_prewarm(parsed.prompt_cache_options):
             limit_to_prompt(requests)
@@ -103,3 +107,13 @@ class CompletionHandlers:
         if requests[0].HasField("prompt_logprobs"):  # their JSON may have megabytes
             return await asyncio.to_thread(JSONResponse, found)
         return JSONResponse(found)
+
+
+def _check_options(first: pb.GenerateRequest, num_answers: int) -> None:
+    """Raise InvalidRequest if the options are too large to be sent with each of the answers' requests."""
+    size = first.ByteSize() - first.prompt.ByteSize()
+    if size * num_answers > _MAX_OPTION_BYTES:
+        raise InvalidRequest(
+            f"the options have {size} bytes for each of {num_answers} answers; at most {_MAX_OPTION_BYTES} bytes are "
+            "allowed for all answers together; send fewer prompts, or shorter lists of options"
+        )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.request_limits import check_num_stops
 from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
 from pydantic import BeforeValidator, Field
 
@@ -198,6 +199,7 @@ class GenerationOptions(CacheFields):
             )
         most = self.truncation_limit()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        check_num_stops(len(stops))
         seed = None if self.seed is None else (self.seed + choice) % 2**64
         return pb.GenerateRequest(
             prompt=prompt,

@@ -9,6 +9,7 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.kv_transfer.cache_hints import CacheHints
+from kvsidecar.request_limits import check_num_stops
 from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
@@ -19,7 +20,7 @@ DEFAULT_MAX_TOKENS = 256
 # Limit of prompt tokens times alternatives. An alternative takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_SESSION_BYTES = 128
-_MAX_STOPS, _MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS, _MAX_LOGPROBS = 8, 1024, 128, 20
+_MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS, _MAX_LOGPROBS = 1024, 128, 20
 _MAX_LOGPROB_TOKENS = 128
 
 
@@ -56,8 +57,7 @@ def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[
 
 def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     """Return the stop strings of a request. Raises InvalidRequest."""
-    if len(request.stop) > _MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop")
+    check_num_stops(len(request.stop))
     if any(not s for s in request.stop):
         raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
     longest = max(map(len, request.stop), default=0)

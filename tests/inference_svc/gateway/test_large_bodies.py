@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -44,6 +45,8 @@ FLOODS: dict[str, tuple[str, bytes]] = {
     "deep": (TEXT, b'{"a":' * (SIZE // 5)),
 }
 PART = {"type": "text", "text": "x"}
+DIRECTIVES = {"directives": [{"end": i + 1, "priority": 1} for i in range(110)]}
+HINTS = {"actions": [{"action_type": "kv.retain", "action_version": "1.0", "payload": DIRECTIVES}] * 10}
 SHORT, LONG = ({"role": "user", "content": "x" * size} for size in (100, 1900))
 # As much as is allowed, in forms that cost much.
 LARGE: dict[str, tuple[str, bytes]] = {
@@ -62,6 +65,10 @@ LARGE: dict[str, tuple[str, bytes]] = {
     "wrong items": (RESPONSE, json.dumps({"input": [{"type": "message"}] * 4096}).encode()),
     "conversation items": (CONVERSATIONS, json.dumps({"items": [SHORT] * 4096}).encode()),
     "too many items": (CONVERSATIONS, json.dumps({"items": [LONG] * 4096}).encode()),
+    "stops of many answers": (TEXT, json.dumps({"prompt": ["x"] * 512, "stop": ["a"] * 200_000}).encode()),
+    "tokens of many answers": (TEXT, json.dumps({"prompt": ["x"] * 512, "allowed_token_ids": [5] * 200_000}).encode()),
+    "ends of 512 answers": (TEXT, json.dumps({"prompt": ["x"] * 512, "segment_ends": [5] * 3500}).encode()),
+    "hints of 512 answers": (TEXT, json.dumps({"prompt": ["x"] * 512, "kv_hints": HINTS}).encode()),
 }  # fmt: skip
 
 
@@ -115,6 +122,20 @@ async def test_the_event_loop_never_waits_long_for_a_change_of_a_conversation() 
             asked = asyncio.create_task(client.request(method, path + place, json=change))
             assert await longest_turn(asked) < 0.1
             assert (await asked).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stop": ["a"] * 9}, "stop has 9 strings; at most 8 are allowed"),
+        ({"allowed_token_ids": [5] * 100_000}, r"the options have 100\d{3} bytes for each of 512 answers; at most"),
+    ],
+)  # fmt: skip
+async def test_options_are_limited_before_each_answer_has_a_copy(options: dict[str, Any], said: str) -> None:
+    async with listening() as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        answer = await client.post(TEXT, json={"prompt": ["x"] * 512, **options})
+    assert answer.status_code == 400
+    assert re.match(said, answer.json()["error"]["message"])
 
 
 @contextmanager

@@ -1,0 +1,16 @@
+"""Limits of requests that both the gateway and the worker check."""
+
+from __future__ import annotations
+
+from kvsidecar.errors import InvalidRequest
+
+_MAX_STOPS = 8
+
+
+def check_num_stops(number: int) -> None:
+    """Raise InvalidRequest for more stop strings than a request may have.
+
+    The gateway checks before it copies them into the request of each answer.
+    """
+    if number > _MAX_STOPS:
+        raise InvalidRequest(f"stop has {number} strings; at most {_MAX_STOPS} are allowed", param="stop")
