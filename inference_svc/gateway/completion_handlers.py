@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
@@ -103,10 +101,7 @@ class CompletionHandlers:
         if parsed.stream:
             # Await the first chunk before the answer begins, so that a refused request gets its own status code.
             return event_stream(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
-        found = await cancel_on_disconnect(request, writer.whole(pieces, len(requests)))
-        if requests[0].HasField("prompt_logprobs"):  # their JSON may have megabytes
-            return await asyncio.to_thread(JSONResponse, found)
-        return JSONResponse(found)
+        return await cancel_on_disconnect(request, writer.whole(pieces, len(requests)))
 
 
 def _check_options(first: pb.GenerateRequest, num_answers: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from io import StringIO
 from typing import Any
 
 from kvsidecar import __version__
@@ -170,4 +171,6 @@ def _top(p: pb.TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
 
 def json_bytes(value: Any) -> bytes:
     """Encode JSON piece by piece, so that a thread that encodes a large value does not block the event loop."""
-    return "".join(_ENCODER.iterencode(value)).encode()
+    text = StringIO()  # a join of millions of pieces would be one long call
+    text.writelines(_ENCODER.iterencode(value))
+    return text.getvalue().encode()

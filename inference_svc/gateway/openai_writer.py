@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from kvsidecar.cli.flags import did_you_mean
-from kvsidecar.errors import KVSidecarError, status_of
+from kvsidecar.errors import InvalidRequest, KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.request_limits import MAX_PROMPT_LOGPROBS
 
 from inference_svc.gateway import openai_fields
 from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
@@ -74,10 +77,34 @@ class OpenAIWriter:
         self._begun: set[int] = set()  # choices that have log probabilities
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if self._chat else kind
 
-    async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> Response:
+        """Return the answer when its ``count`` choices are complete.
+
+        Raises KVSidecarError, also for too many log probabilities of prompts.
+        """
         choices = [ChoiceResult() for _ in range(count)]
+        num_scored = 0
         async for piece in self._echoed(pieces):
+            scored = piece.part.prompt_logprobs
+            num_scored += len(scored) * (1 + len(scored[-1].top)) if scored else 0
+            if num_scored > MAX_PROMPT_LOGPROBS:
+                raise self._too_many_logprobs()
             choices[piece.choice].add(piece.part)
+        if not num_scored:
+            return JSONResponse(self._whole_body(choices))
+        # Megabytes of JSON, so neither is done on the event loop.
+        encoded = await asyncio.to_thread(lambda: openai_fields.json_bytes(self._whole_body(choices)))
+        return Response(encoded, media_type="application/json")
+
+    def _too_many_logprobs(self) -> InvalidRequest:
+        option = "logprobs" if self._request.prompt_logprobs is None else "prompt_logprobs"
+        return InvalidRequest(
+            f"the prompts of all answers have more than {MAX_PROMPT_LOGPROBS} log probabilities together; send fewer "
+            f"or shorter prompts, or a smaller n or {option}",
+            param=option,
+        )
+
+    def _whole_body(self, choices: list[ChoiceResult]) -> dict[str, Any]:
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
             told |= openai_fields.prompt_provenance(first) | openai_fields.miss_reason(choices[0].last)

@@ -9,7 +9,7 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.kv_transfer.cache_hints import CacheHints
-from kvsidecar.request_limits import check_num_stops
+from kvsidecar.request_limits import MAX_PROMPT_LOGPROBS, check_num_stops
 from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
@@ -17,8 +17,6 @@ from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
-# Limit of prompt tokens times alternatives. An alternative takes a hundred bytes here, and more in the gateway.
-_MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_SESSION_BYTES = 128
 _MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS, _MAX_LOGPROBS = 1024, 128, 20
 _MAX_LOGPROB_TOKENS = 128
@@ -156,10 +154,10 @@ def logprob_tokens(request: pb.GenerateRequest, vocabulary: int) -> tuple[int, .
 
 def check_prompt_logprobs(scored: int | None, tokens: int) -> None:
     """Raise InvalidRequest if a prompt of ``tokens`` tokens would have too many log probabilities."""
-    if scored is not None and tokens * (scored + 1) > _MAX_PROMPT_LOGPROBS:
+    if scored is not None and tokens * (scored + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs is {scored} for a prompt of {tokens} tokens; tokens times (prompt_logprobs + 1) may be "
-            f"{_MAX_PROMPT_LOGPROBS} at most",
+            f"{MAX_PROMPT_LOGPROBS} at most",
             param="prompt_logprobs",
         )
 

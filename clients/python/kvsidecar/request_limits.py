@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from kvsidecar.errors import InvalidRequest
 
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Maximum number of log probabilities of prompts: of the prompts' tokens and their alternatives.
+
+One takes a hundred bytes in the worker, and more in the gateway.
+"""
 _MAX_STOPS = 8
 
 

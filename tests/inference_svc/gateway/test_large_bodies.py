@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,15 @@ import httpx
 import psutil
 import pytest
 from kvsidecar.errors import InvalidRequest, Overloaded
+from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import ValidationError
 
 from benchmarks.node import free_port
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.byte_budget import ByteBudget
 from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
+from inference_svc.gateway.openai_writer import OpenAIWriter
+from inference_svc.gateway.request_runner import ChoiceChunk, share_prompt_logprobs
 from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.http_server import listening, said_to
 
@@ -201,6 +204,46 @@ def test_references_to_large_items_take_no_more_memory_than_a_body(
     assert answer.status_code == 400
     assert "the items that input refers to" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "input"
+
+
+def scored(tokens: int, num_choices: int = 1) -> AsyncIterator[ChoiceChunk]:
+    """Whole answers to a prompt, with the log probabilities of its tokens and of 20 alternatives to each."""
+    top = [pb.TokenLogprob(token_id=i, text="word", logprob=-i) for i in range(20)]
+    found = [pb.TokenLogprob(token_id=5, text="word", logprob=-1, rank=1, top=top)] * tokens
+    first, other = pb.GenerateStreamResponse(prompt_logprobs=found), pb.GenerateStreamResponse()
+    parts = [ChoiceChunk(i, other if i else first) for i in range(num_choices)]
+
+    async def each() -> AsyncIterator[ChoiceChunk]:
+        for part in parts:
+            yield part
+
+    return each()
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+async def test_the_event_loop_never_waits_long_for_log_probabilities(options: dict[str, Any]) -> None:
+    writer = OpenAIWriter("id", "demo", None, CompletionRequest(prompt="x", **options))
+    asked = asyncio.create_task(writer.whole(scored(12_000), 1))
+    assert await longest_turn(asked) < 0.1
+    (choice,) = json.loads(bytes((await asked).body))["choices"]
+    assert len(choice["prompt_logprobs"] or choice["logprobs"]["top_logprobs"]) == 12_000
+
+
+@pytest.mark.parametrize(
+    ("options", "param"), [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")]
+)
+async def test_the_log_probabilities_of_all_answers_are_limited(options: dict[str, Any], param: str) -> None:
+    asked = CompletionRequest(prompt="x", n=2, **options)
+    for tokens in (6000, 7000):
+        writer = OpenAIWriter("id", "demo", None, asked)
+        answer = writer.whole(share_prompt_logprobs(scored(tokens, 2), 2), 2)
+        if tokens == 6000:
+            assert len(json.loads(bytes((await answer).body))["choices"]) == 2
+            continue
+        with pytest.raises(InvalidRequest, match="more than 262144 log probabilities together") as caught:
+            await answer
+        assert caught.value.param == param
 
 
 def schemas(part: Any) -> Iterator[dict[str, Any]]:
