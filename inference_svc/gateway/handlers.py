@@ -57,7 +57,14 @@ from inference_svc.gateway.responses_api.responses_handler import ResponsesHandl
 from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
 from inference_svc.gateway.served_models import ServedModels, no_worker
-from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
+from inference_svc.gateway.tokenize_routes import (
+    detokenize,
+    to_detokenize,
+    to_tokenize,
+    tokenize,
+    tokenize_response,
+    tokenizer_info,
+)
 from inference_svc.gateway.worker_retry import WorkerRetry
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait
@@ -105,7 +112,7 @@ class GatewayHandlers:
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_tokenize)
-        return JSONResponse(await tokenize(self._models.worker(model), asked))
+        return await tokenize_response(self._models.worker(model), asked)
 
     async def detokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_detokenize)

@@ -109,10 +109,15 @@ class PromptTokenizer:
     def _check_length(self, tokens: int) -> None:
         self._context_limits.check(tokens)
 
-    def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
-        """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
-        self._check_characters(*prompt_texts(prompt))
-        return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
+    def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """Tokenize a prompt that need not fit into the context; only its characters are limited.
+
+        Raises PromptTooLong, InvalidRequest.
+        """
+        self._check_characters(*prompt_texts(request.prompt))
+        ids, _ = self.tokens(request.prompt, cache=pb.CacheOptions(tenant_salt=request.tenant_salt))
+        names = self.token_names(ids) if request.return_token_names else ()
+        return pb.TokenizeResponse(token_ids=ids, token_names=names)
 
     def _check_characters(self, *texts: str) -> int:
         """Return the number of characters. Raises PromptTooLong if they cannot fit into the context."""

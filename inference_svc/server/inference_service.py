@@ -314,10 +314,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        salt = request.tenant_salt
-        ids = await self._tokenize_beside(request, lambda: self._tokenizer.counted_tokens(request.prompt, salt))
-        names = self._tokenizer.token_names(ids) if request.return_token_names else ()
-        return pb.TokenizeResponse(token_ids=ids, token_names=names)
+        return await self._tokenize_beside(request, lambda: self._tokenizer.tokenize(request))
 
     @unary(INFERENCE_DOMAIN)
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:

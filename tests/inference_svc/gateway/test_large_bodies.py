@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import psutil
@@ -27,6 +29,7 @@ from inference_svc.gateway.byte_budget import ByteBudget
 from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openai_writer import OpenAIWriter
 from inference_svc.gateway.request_runner import ChoiceChunk, share_prompt_logprobs
+from inference_svc.gateway.tokenize_routes import tokenize_response
 from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.http_server import listening, said_to
 
@@ -218,6 +221,16 @@ def scored(tokens: int, num_choices: int = 1) -> AsyncIterator[ChoiceChunk]:
             yield part
 
     return each()
+
+
+@pytest.mark.usefixtures("small_heap")
+async def test_the_event_loop_never_waits_long_for_the_tokens_of_a_text() -> None:
+    found = pb.TokenizeResponse(token_ids=[12345] * 10**6, token_names=["word"] * 10**6)
+    worker: Any = SimpleNamespace(call=AsyncMock(return_value=found), model=pb.GetModelResponse(context_length=4096))
+    asked = asyncio.create_task(tokenize_response(worker, pb.TokenizeRequest(return_token_names=True)))
+    assert await longest_turn(asked) < 0.1
+    fields = json.loads(bytes((await asked).body))
+    assert (fields["count"], len(fields["tokens"]), len(fields["token_strs"])) == (10**6, 10**6, 10**6)
 
 
 @pytest.mark.usefixtures("small_heap")

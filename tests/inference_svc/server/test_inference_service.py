@@ -69,6 +69,24 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
     assert all(name.startswith("tokenize") for name, _ in tokenized)
 
 
+async def test_names_of_tokens_are_read_beside_the_event_loop(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, threads = PromptTokenizer.token_names, list[str]()
+    context: Any = None
+
+    def noted(tokenizer: PromptTokenizer, ids: list[int]) -> list[str]:
+        threads.append(threading.current_thread().name)
+        return real(tokenizer, ids)
+
+    monkeypatch.setattr(PromptTokenizer, "token_names", noted)
+    asked = pb.TokenizeRequest(prompt=to_prompt("some text"), return_token_names=True)
+    found = await InferenceService(runtime).Tokenize(asked, context)
+    assert len(found.token_names) == len(found.token_ids) > 0
+    assert threads
+    assert all(name.startswith("tokenize") for name in threads)
+
+
 async def test_slow_grammars_keep_no_other_request_waiting(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients whose grammars take as long as they may; the next one sends none."""
     service, steering = InferenceService(runtime), GrammarCompiler.compile
