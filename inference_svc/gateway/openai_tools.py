@@ -93,7 +93,7 @@ def to_chat(
 def to_json(name: str, value: dict[str, Any]) -> str:
     """Encode a value as JSON. Raises InvalidRequest, which names the option ``name``."""
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise InvalidRequest(f"{name} is nested too deeply", param=name) from error
 

@@ -112,7 +112,7 @@ def one_grammar(
 def json_grammar(schema: dict[str, Any] | bool | str, whitespace: str | None = None) -> pb.Grammar:
     """Return the grammar of all JSON texts that follow a schema."""
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:
         raise InvalidRequest("the JSON schema is nested too deeply") from error
     return pb.Grammar(json_schema=text, json_whitespace=whitespace)

@@ -82,9 +82,13 @@ class GrammarCompiler:
 
     def compile_lark(self, lark: str, schema: Any = None) -> GrammarState:
         """Compile a Lark grammar. ``schema`` has the grammar's JSON schemas, so that errors can name a keyword."""
-        if len(lark) > MAX_GRAMMAR_BYTES:
+        try:
+            size = len(lark.encode())
+        except UnicodeEncodeError as error:  # JSON can name a lone surrogate by an escape
+            raise _refused("it has a lone surrogate; send whole characters") from error
+        if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
-                f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
+                f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
             )
         return self._cached_state(LLMatcher.grammar_from_lark(lark), schema)
 

@@ -186,20 +186,20 @@ def parameter_rules(number: int, name: str, schema: Schema) -> list[str]:
 
 
 def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schema, name: str) -> list[str]:
-    opening, end = json.dumps(f"{PARAMETER}{key}>\n"), json.dumps(f"\n{PARAMETER_END}\n")
+    opening, end = _quoted(f"{PARAMETER}{key}>\n"), json.dumps(f"\n{PARAMETER_END}\n")
     text = _text_schema(value, root)
     if text is None and json_types(value, root) - {"null"} == {"string"}:
         raise _refused(name, f"several schemas of the string {key!r}")
     if text is None:
         whole = {**value, **shared} if isinstance(value, dict) else value
         body = for_compiler(whole) if isinstance(whole, dict) else {}
-        return [f"{rule}: {opening} {rule}_json {end}", f"{rule}_json: %json {json.dumps(body)}"]
+        return [f"{rule}: {opening} {rule}_json {end}", f"{rule}_json: %json {_quoted(body)}"]
     values = [text["const"]] if "const" in text else text.get("enum")
     if values is not None:
         ends = [one for one in values if any(end in f"{one}\n" for end in VALUE_ENDS)]
         if ends:
             raise _refused(name, f"a value of the argument {key!r} that has the text in it that ends values")
-        return [f"{rule}: {opening} ({' | '.join(map(json.dumps, values))}) {end}"]
+        return [f"{rule}: {opening} ({' | '.join(map(_quoted, values))}) {end}"]
     terminal = rule.upper()
     return [
         f'{rule}: {opening} {terminal}_ENDED "\\n"',
@@ -208,6 +208,11 @@ def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schem
         f"{terminal}_LINE: {terminal} & ~/(?s:.*)\\n/",
         f"{terminal}: {_regex(text, name, key)}",
     ]
+
+
+def _quoted(value: Any) -> str:
+    """Return a value as JSON without escapes, because the size of a grammar is limited."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _text_schema(value: Any, root: Schema) -> Schema | None:

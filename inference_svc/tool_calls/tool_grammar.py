@@ -126,7 +126,8 @@ def _rules(dialect: ToolCallFormat, tools: Iterable[pb.Tool]) -> list[str]:
             continue
         opening = f'{{"name": {json.dumps(tool.name)}, "{key}": '
         rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(for_compiler(parameters_schema(tool)))}")
+        schema = for_compiler(parameters_schema(tool))
+        rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
     rules.append("call: " + " | ".join(names))
     return rules
 

@@ -57,6 +57,8 @@ CALL = {"id": "call_1", "function": {"name": "look", "arguments": "{}"}}
         ({"prompt": [USER | {"tool_calls": [{"id": "1"}]}]}, "function of tool_calls is of type NoneType"),
         ({"prompt": [USER | {"tool_calls": [CALL | {"id": 1}]}]}, "id of tool_calls is of type int"),
         ({"prompt": [USER], "tools": [{"function": "look"}]}, "function of tools is of type str"),
+        ({"json_schema": {"enum": ["\ud800"]}}, "json_schema has the lone surrogate"),
+        ({"prompt": [USER], "tools": [{"name": "look", "parameters": {"\ud800": {}}}]}, "tools has the lone surrogate"),
         ({"prompt": [USER], "tools": ["look"]}, "a tool is of type str"),
     ],
 )
@@ -65,6 +67,14 @@ def test_a_value_that_no_message_can_hold_is_named(options: dict[str, Any], name
     with pytest.raises(InvalidRequest, match=named) as refused:
         to_request(prompt, **options)
     assert refused.value.param
+
+
+def test_schemas_are_sent_without_escapes() -> None:
+    """Their size is limited, and an escape takes up to three times the bytes."""
+    schema = {"properties": {"город": {"enum": ["東京"]}}}
+    request = to_request([USER], json_schema=schema, tools=[{"name": "look", "parameters": schema}])
+    assert request.grammar.json_schema == request.prompt.chat.tools[0].parameters
+    assert request.grammar.json_schema == '{"properties": {"город": {"enum": ["東京"]}}}'
 
 
 def test_values_that_a_message_can_hold_become_those_of_the_message() -> None:

@@ -384,6 +384,8 @@ def _check_bytes(name: str, value: object) -> None:
 
 def _json(name: str, value: Any) -> str:
     try:
-        return json.dumps(value)
+        text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from error
+    check_text(name, text)
+    return text

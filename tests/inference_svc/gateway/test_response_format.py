@@ -13,6 +13,8 @@ import pytest
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
+from inference_svc.gateway.openai_requests import ChatRequest
+from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES: list[Any] = [{"role": "user", "content": "how is the weather"}]
@@ -164,3 +166,16 @@ def test_grpc_has_it_too(two: Node) -> None:
     assert caught.value.param == "grammar"
     with pytest.raises(InvalidRequest, match="keyword 'uniqueItems' is not supported"):
         client.generate("hello", json_schema={"type": "array", "uniqueItems": True})
+
+
+def test_a_schema_in_another_script_has_its_own_size() -> None:
+    """In escapes, this schema has more than the 64 KiB of a grammar."""
+    schema = {"description": "г" * 30_000, "type": "string"}
+    body = {"messages": MESSAGES, "response_format": {"type": "json_object", "schema": schema},
+            "tools": [{"type": "function", "function": {"name": "look", "parameters": schema}}]}  # fmt: skip
+    request = parse(ChatRequest, json.dumps(body).encode(), body)
+    _, grammar = request.grammar
+    assert grammar is not None
+    assert json.loads(grammar.json_schema) == schema
+    (tool,) = request.prompts()[0].chat.tools
+    assert tool.parameters == grammar.json_schema

@@ -254,3 +254,30 @@ def test_text_behind_reasoning_is_free(dialect: str, begun: bool, text: str, spe
     assert steering is not None
     spell(made, steering, text)
     assert np.unpackbits(steering.mask(), bitorder="little")[sorted(END)].any()
+
+
+@pytest.mark.parametrize(("dialect", "special", "opening", "end"), CASES)
+def test_a_schema_in_another_script_has_its_own_size(dialect: str, special: str, opening: str, end: str) -> None:
+    """In escapes, this schema has more than the 64 KiB of a grammar."""
+    cities = ["Осло", "東京", "🦊"]
+    place = {"description": "г" * 14_000, "type": "object", "properties": {"город": {"enum": cities}},
+             "required": ["город"], "additionalProperties": False}  # fmt: skip
+    schema = {"type": "object", "properties": {"место": place, "имя": {"enum": cities}},
+              "required": ["место", "имя"], "additionalProperties": False}  # fmt: skip
+    made, function = chat_template_for(dialect, special), {"name": "look", "parameters": schema, "strict": True}
+    request = to_request(HISTORY[:1], tools=[{"type": "function", "function": function}])
+    steering = made.grammar_state(request)
+    assert steering is not None
+    answer = go_on(made, steering, spell(made, steering, opening), end, 0)
+    parser = made.parser(request)
+    assert parser is not None
+    arguments = json.loads("".join(delta.arguments for delta in parser.feed(answer) if delta.index == 0))
+    jsonschema.validate(arguments, schema)
+    assert "\u0433" in made.render(request.prompt.chat, True)
+
+
+def test_a_lone_surrogate_in_a_schema_is_refused() -> None:
+    request = to_request(HISTORY[:1], tools=STRICT)
+    request.prompt.chat.tools[0].parameters = '{"properties": {"a": {"enum": ["\\ud800"]}}}'
+    with pytest.raises(InvalidRequest, match="the grammar of these tools cannot be served: it has a lone surrogate"):
+        chat_template_for("json").grammar_state(request)
