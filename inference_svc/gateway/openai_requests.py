@@ -75,7 +75,7 @@ class GenerationOptions(CacheFields):
     """vLLM's option, as are the next three. -1 and 0 allow all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     logit_bias: Annotated[dict[TokenId, float], _FEW] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | Annotated[list[str], FIRST_ERROR] | None = None

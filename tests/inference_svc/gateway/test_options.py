@@ -200,6 +200,7 @@ def test_what_changes_nothing_passes(gateway: Gateway, plain: list[str]) -> None
         ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
         ({"stop_token_ids": [1] * 200}, "stop_token_ids", "at most 128"),
         ({"stop_token_ids": "7"}, "stop_token_ids", "list"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1 item"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most 8"),
         ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "allowed are 1 and more"),
