@@ -63,7 +63,9 @@ export async function* streamChat(body, signal) {
       const events = held.split("\n\n");
       held = events.pop();
       for (const event of events) {
-        const data = event.replace(/^data: /, "");
+        // A stream that the server cuts off has an empty event before the error.
+        if (!event.startsWith("data: ")) continue;
+        const data = event.slice("data: ".length);
         if (data === "[DONE]") complete = true;
         else {
           const found = JSON.parse(data);

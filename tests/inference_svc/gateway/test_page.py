@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from kvsidecar.errors import Unavailable
 
 from benchmarks.node import Node
+from inference_svc.gateway.openai_writer import error_event
 from tests.inference_svc.gateway.browser import CHROMIUM, chromium
 from tests.inference_svc.gateway.conftest import Gateway
 
@@ -330,6 +332,17 @@ def test_an_error_is_one_sentence_and_can_be_tried_again(opened: Any) -> None:
     answer.get_by_role("button", name="Try again").click()
     expect(page.locator(".answer .numbers")).to_be_visible()
     expect(page.locator(".problem:visible")).to_have_count(0)
+
+
+def test_the_error_of_a_stream_that_the_server_cut_off_is_shown(opened: Any) -> None:
+    page = opened()
+    text = {"choices": [{"delta": {"content": "half an"}}]}
+    error = error_event(Unavailable("the server shuts down; send the request again"))
+    body = f"data: {json.dumps(text)}\n\n".encode() + b"\n\n" + error  # as DrainMiddleware ends a stream
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    answer = ask(page, "go on")
+    assert answer.locator(".prose").inner_text() == "half an"
+    expect(answer.locator(".problem")).to_contain_text("The server shuts down; send the request again.")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
