@@ -214,7 +214,7 @@ export class Conversation extends EventTarget {
   _changed() { this.dispatchEvent(new Event("change")); }
 }
 
-/** Adds an answer's events to its turn: text, times, tokens. */
+/** Adds an answer's events to its turn: reasoning, text, times, tokens. */
 class Meter {
   constructor(turn) {
     this._turn = turn;
@@ -231,7 +231,9 @@ class Meter {
       turn.cached = known(["exact", "moved", "repaired"]);
     }
     if (event.miss !== undefined) turn.miss = event.miss;
-    const text = event.choices?.[0]?.delta?.content;
+    const choice = event.choices?.[0], text = choice?.delta?.content, reasoning = choice?.delta?.reasoning;
+    if (reasoning) turn.reasoning = (turn.reasoning ?? "") + reasoning;
+    if (choice?.finish_reason === "length") turn.full = true;
     if (text) {
       this._first ??= now;
       this._pieces += 1;

@@ -12,18 +12,22 @@ export function question(text) {
 export class Answer {
   constructor(asks) {
     this._asks = asks;
+    this._reasoning = el("p", { class: "reasoning", hidden: true });
     this._prose = el("div", { class: "prose" });
     this._problem = el("p", { class: "problem", role: "alert", hidden: true });
-    this._stopped = el("p", { class: "stopped", text: "Stopped.", hidden: true });
+    this._stopped = el("p", { class: "stopped", hidden: true });
     this._facts = el("div", { class: "facts", hidden: true });
     this._open = false;
-    this.element = el("article", { class: "turn answer", "aria-label": "Answer" }, this._prose, this._stopped, this._problem, this._facts);
+    this.element = el("article", { class: "turn answer", "aria-label": "Answer" }, this._reasoning, this._prose, this._stopped, this._problem, this._facts);
   }
 
   show(turn, { busy = false, last = false } = {}) {
     this.element.setAttribute("aria-busy", String(busy));
     draw(this._prose, turn.content);
-    this._stopped.hidden = !turn.stopped;
+    this._reasoning.textContent = turn.reasoning ?? "";
+    this._reasoning.hidden = !turn.reasoning;
+    this._stopped.textContent = turn.stopped ? "Stopped." : "The longest answer was reached before any text came.";
+    this._stopped.hidden = !turn.stopped && (busy || Boolean(turn.content) || !turn.full);
     this._problem.hidden = !turn.problem;
     if (turn.problem) {
       this._problem.replaceChildren(turn.problem);
