@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kvsidecar.errors import ModelUnsupported
-from kvsidecar.models import file_digests
+from kvsidecar.models import file_digests, file_state
 from kvsidecar.models.weights_fingerprint import of_directory
 
 TENSOR_BYTES = 3 << 20
@@ -24,7 +24,7 @@ MIDDLE = TENSOR_BYTES // 3  # far from the tensor's beginning, middle and end
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of remembered digests, for files that may have changed a millisecond ago."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setattr(file_digests, "_CLOCK_STEP_NS", 50_000_000)
+    monkeypatch.setattr(file_state, "CLOCK_STEP_NS", 50_000_000)
     return tmp_path / "data"
 
 
@@ -55,7 +55,7 @@ def flip(file: Path, at: int) -> None:
 
 def settle() -> None:
     """Wait until the files are old enough to be remembered."""
-    time.sleep(file_digests._CLOCK_STEP_NS / 1e9 * 2)
+    time.sleep(file_state.CLOCK_STEP_NS / 1e9 * 2)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(
     model: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next change may get the same time."""
-    monkeypatch.setattr(file_digests, "_CLOCK_STEP_NS", 3_600_000_000_000)
+    monkeypatch.setattr(file_state, "CLOCK_STEP_NS", 3_600_000_000_000)
     assert of_directory(model) == of_directory(model)
     assert len(reads) == 2
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.models.file_state import is_settled, state_of
 from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.process.cpus import usable_cpus
 
@@ -21,8 +22,6 @@ _PIECE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _MAX_THREADS = 8
 _TELL_AFTER_SECONDS = 2.0
-# Two changes of a file within this time may get the same timestamp, on file systems with coarse clocks.
-_CLOCK_STEP_NS = 2_000_000_000
 _FORGETS = "; the next start reads all weights again for their fingerprint"
 
 
@@ -50,28 +49,16 @@ def digests_of(files: list[Path], tell: Callable[[str], object]) -> list[bytes]:
 def _known(library: ModelLibrary, file: Path) -> bytes | None:
     note = library.read_note(file)
     digest = str(note.pop("digest", ""))
-    return bytes.fromhex(digest) if note == _state(file) and re.fullmatch("[0-9a-f]{64}", digest) else None
-
-
-def _state(file: Path) -> dict[str, int]:
-    """Return values that change with a file's contents. Programs can set ``modified_ns``, but not ``changed_ns``."""
-    stat = file.stat()
-    return {
-        "size_bytes": stat.st_size,
-        "modified_ns": stat.st_mtime_ns,
-        "changed_ns": stat.st_ctime_ns,
-        "inode": stat.st_ino,
-    }
+    return bytes.fromhex(digest) if note == state_of(file) and re.fullmatch("[0-9a-f]{64}", digest) else None
 
 
 def _read_and_note(library: ModelLibrary, files: list[Path], tell: Callable[[str], object]) -> list[bytes]:
     """Return the digests of files, and note those of files that did not change shortly before or meanwhile."""
-    states, began_ns = [_state(file) for file in files], time.time_ns()
+    states, began_ns = [state_of(file) for file in files], time.time_ns()
     digests = _read_digests(files)
     try:
         for file, state, digest in zip(files, states, digests, strict=True):
-            settled = began_ns - max(state["modified_ns"], state["changed_ns"]) > _CLOCK_STEP_NS
-            if settled and state == _state(file):
+            if is_settled(file, state, began_ns):
                 library.write_note(file, state | {"digest": digest.hex()})
     except ConfigurationError as error:
         tell(f"{error}{_FORGETS}")

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, UnknownModel
+from kvsidecar.models.file_state import is_settled, state_of
 from kvsidecar.models.gguf_parts import part_paths
 from kvsidecar.process.runtime_dir import default_data_dir
 
@@ -45,10 +47,9 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class GgufRecord:
-    """Record of a GGUF file that was read before; valid while its size and time are unchanged."""
+    """Record of a GGUF file that was read before; valid while the states of all its parts are unchanged."""
 
-    size_bytes: int
-    modified_ns: int
+    parts: list[dict[str, int]]
     sha256: str
     dtype: str  # dtype of its weights, or of their conversion
     coded: bool  # True if the CPU kernel can multiply the codes of some quantized weights
@@ -176,17 +177,22 @@ class ModelLibrary:
         """Return the record of a file with all its parts, if they are unchanged."""
         try:
             known = GgufRecord(**self.read_note(file))
-            return known if (known.size_bytes, known.modified_ns) == _size_and_time(file) else None
+            return known if known.parts == [state_of(part) for part in part_paths(file)] else None
         except (TypeError, OSError):  # the record has another version, or a part is missing
             return None
 
     def remember(self, file: Path, dtype: str, coded: bool) -> GgufRecord:
-        """Compute a file's checksum, and store its record. The checksum of several parts covers their checksums."""
-        size, modified = _size_and_time(file)
-        sums = [sha256_of(part) for part in part_paths(file)]
+        """Compute a file's checksum, and store its record unless the file changed just before or meanwhile.
+
+        The checksum of several parts covers their checksums.
+        """
+        parts, began_ns = part_paths(file), time.time_ns()
+        states = [state_of(part) for part in parts]
+        sums = [sha256_of(part) for part in parts]
         whole = sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
-        known = GgufRecord(size, modified, whole, dtype, coded)
-        self.write_note(file, asdict(known))
+        known = GgufRecord(states, whole, dtype, coded)
+        if all(is_settled(part, state, began_ns) for part, state in zip(parts, states, strict=True)):
+            self.write_note(file, asdict(known))
         return known
 
     def read_note(self, file: Path) -> dict[str, Any]:
@@ -252,12 +258,6 @@ def sha256_of(file: Path) -> str:
 def size_of(folder: Path) -> int:
     """Return the total bytes of all files below a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-
-
-def _size_and_time(file: Path) -> tuple[int, int]:
-    """Return the bytes of a file with all its parts, and the time of the last change."""
-    stats = [part.stat() for part in part_paths(file)]
-    return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
 def _made_of(source: dict[str, Any], folder: Path) -> bool:
