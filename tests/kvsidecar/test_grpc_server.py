@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvsidecar.errors import ConfigurationError
+from kvsidecar import AsyncClient
+from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.channel import aio_channel, channel, read_token
 from kvsidecar.net.grpc_server import (
@@ -74,6 +75,19 @@ async def test_a_tcp_port_answers_like_the_socket(tmp_path: Path) -> None:
             assert await name_at(address) == b"one"
             assert await health_at(address) == await health_at(address, NAME) == SERVING
     assert not (tmp_path / "s").exists()
+
+
+async def test_a_proxy_in_the_environment_gets_no_plain_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, endpoint = list[object](), Endpoint(NAME, tmp_path / "s", "127.0.0.1:0")
+    proxy = await asyncio.start_server(lambda _, writer: (reached.append(writer), writer.close()), "127.0.0.1", 0)
+    async with proxy, serve_endpoint(endpoint, naming(b"one"), lambda: 0.0) as addresses:
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        assert await name_at(addresses[1]) == b"one"
+        with pytest.raises(KVSidecarError):  # it has no such service
+            await AsyncClient(addresses[1]).model()
+    assert not reached
 
 
 async def test_every_door_has_its_own_servicer(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import grpc
 from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.hint_options import HintOptions
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.net.grpc_server import CLIENT_KEEPALIVE
+from kvsidecar.net.grpc_server import CLIENT_KEEPALIVE, DIRECT
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.telemetry.tracer import context_metadata
 from kvsidecar.worker_targets import WorkerChannels
@@ -29,6 +29,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     *CLIENT_KEEPALIVE,
+    DIRECT,
 ]
 
 

@@ -16,7 +16,7 @@ import grpc
 
 from kvsidecar.errors import ConfigurationError, KVSidecarError, Unavailable
 from kvsidecar.net.addresses import parse_tcp, socket_path
-from kvsidecar.net.grpc_server import CLIENT_KEEPALIVE
+from kvsidecar.net.grpc_server import CLIENT_KEEPALIVE, DIRECT
 from kvsidecar.process.runtime_dir import socket_target
 
 Options = Sequence[tuple[str, Any]]
@@ -189,8 +189,8 @@ def read_token(path: Path) -> str:
 def _channel_target(
     target: str | Path, token: str | None, ca: Path | None, certificate: Path | None, key: Path | None, options: Options
 ) -> _ChannelTarget:
-    given = dict(CLIENT_KEEPALIVE) | dict(options)
     encrypted = any(part is not None for part in (token, ca, certificate, key))
+    given = dict(CLIENT_KEEPALIVE if encrypted else (*CLIENT_KEEPALIVE, DIRECT)) | dict(options)
     path = socket_path(target)
     if path is not None:
         if encrypted:

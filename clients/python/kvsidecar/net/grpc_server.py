@@ -56,6 +56,9 @@ CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
 
 The keepalive timeout alone ends a call only if the peer's host is gone; a hung process has the ping timeout, else 60 s.
 """
+DIRECT: tuple[str, int] = ("grpc.enable_http_proxy", 0)
+"""Option for channels without TLS: a proxy that the environment names (``http_proxy``) would read every call, also one
+to this host."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,11 @@ async def serve_listeners(
 
         def bind(listener: Listener) -> str:
             server = _server(service, listener, health, limits)
-            stack.push_async_callback(server.stop, None)
             if isinstance(listener.at, Path):
                 address = stack.enter_context(_bound_socket(server, listener.at, listener.group))
             else:
                 address = _bind_port(server, listener.at, listener.credentials)
+            stack.push_async_callback(server.stop, None)
             servers.append(server)
             return address
 
