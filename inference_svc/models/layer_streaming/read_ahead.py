@@ -166,7 +166,11 @@ class ReadAhead:
         return list(dict.fromkeys([*self._waited_for, *circle]))[: len(self._slots)]
 
     def _job(self) -> tuple[int, _Slot] | None:
-        """The next piece to read, and its slot."""
+        """The next piece to read, and its slot.
+
+        A piece that a caller waits for may replace one that is read ahead: the caller may be the only one that can
+        release the other slots.
+        """
         wanted = self._wanted()
         missing = next((piece for piece in wanted if piece not in self._at), None)
         if missing is None:
@@ -177,7 +181,12 @@ class ReadAhead:
             if not slot.uses and slot.state is not _State.READING and slot.piece not in wanted:
                 self._empty(slot)
                 return missing, slot
-        return None
+        idle = [s for s in self._slots if not s.uses and s.state is _State.READY and s.piece not in self._waited_for]
+        if missing not in self._waited_for or not idle:
+            return None
+        last = max(idle, key=lambda slot: wanted.index(slot.piece))
+        self._empty(last)
+        return missing, last
 
     def _empty(self, slot: _Slot) -> None:
         del self._at[slot.piece]

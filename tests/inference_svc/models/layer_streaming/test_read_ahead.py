@@ -80,6 +80,27 @@ def test_any_order_and_nesting_of_uses_reads_the_right_bytes(slots: int, poisone
     assert stats.hits + stats.waits + stats.misses == 300
 
 
+def test_a_piece_that_is_waited_for_replaces_one_that_is_read_ahead() -> None:
+    """Two of three slots are held by a caller that releases them only after the piece that it waits for."""
+    disk = Disk(3)
+    with staged(3, disk.read, pieces=4) as staging:
+        while set(disk.memory[:, 0].tolist()) != {0, 1, 2}:
+            time.sleep(0.001)
+        disk.open.clear()
+        disk.begun.clear()
+        staging.acquire(1)
+        assert disk.begun.wait(30)  # 3 is read in place of 0
+        staging.release(1)
+        staging.acquire(2)
+        threading.Timer(0.05, disk.open.set).start()
+        staging.acquire(3)
+        waiting = threading.Thread(target=staging.acquire, args=(0,), daemon=True)
+        waiting.start()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert set(disk.memory[:, 0].tolist()) == {0, 2, 3}
+
+
 def test_the_next_pieces_are_read_while_one_is_held_across_the_end_and_no_other() -> None:
     disk = Disk(3)
     with staged(3, disk.read) as staging:
