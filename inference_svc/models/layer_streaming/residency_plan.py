@@ -54,7 +54,7 @@ class WeightSizes:
 
     layers: Sequence[tuple[int, int]]  # for each layer: bytes of attention, and of the feed-forward part
     always: int  # bytes that are resident in every mode: head and norms
-    widened: int = 0  # bytes of the largest weight in codes after a device has widened it for a product
+    widened: int = 0  # bytes of the largest weight that is widened for a product, or that the numerics probe builds
 
     @property
     def all(self) -> int:

@@ -112,7 +112,8 @@ def sizes_of(file: LayerFile, device_dtype: torch.dtype | None = None) -> Weight
     """Memory of a file's weights.
 
     ``device_dtype`` is the dtype in which a device computes; None on a CPU. On a device, an embedding that is not tied
-    to the head takes memory, too, and a weight in codes is widened for each product.
+    to the head takes memory, too, and a weight in codes is widened for each product. On a CPU, the numerics probe at
+    the start needs a plain and a packed weight of each shape.
     """
     layers = []
     for layer in file.index.layers:
@@ -123,7 +124,8 @@ def sizes_of(file: LayerFile, device_dtype: torch.dtype | None = None) -> Weight
     head, embedding = file.index.head, file.index.embedding
     always = padded(head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values())
     if device_dtype is None:
-        return WeightSizes(layers, always)
+        packed = [s.form.size_bytes for layer in file.index.layers for s in layer.values() if s.form.kind == "packed"]
+        return WeightSizes(layers, always, 2 * max(packed, default=0))
     if embedding != head:
         always += padded(embedding.form.size_bytes)
     coded = [s.form.outputs * s.form.inputs for s in file.index.stored if s.form.kind == "quantized"]
@@ -141,9 +143,8 @@ def check_layouts(index: LayerIndex) -> None:
     """Raise LayerFileDamaged if oneDNN's layout on this machine differs from the file's layout."""
     forms = {s.form for s in index.stored if s.form.kind == "packed"}
     for form in forms:
-        here = onednn_weights.descriptor(
-            torch.ops.mkldnn._reorder_linear_weight(torch.zeros(form.outputs, form.inputs).bfloat16(), None)
-        )
+        weight = torch.empty(form.outputs, form.inputs, dtype=torch.bfloat16)  # only the layout matters
+        here = onednn_weights.descriptor(torch.ops.mkldnn._reorder_linear_weight(weight, None))
         if here.hex() != form.layout:
             raise LayerFileDamaged("it was written for another CPU or version of oneDNN")
 

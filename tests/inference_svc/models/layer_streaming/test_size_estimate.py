@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 import transformers as t
 from gguf import GGMLQuantizationType
 from kvkernels.cpu import f32_gemm, quantized_gemm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.models.layer_streaming import layer_file_builder, streamed_model
-from inference_svc.models.layer_streaming.layer_file import WEIGHTS
+from inference_svc.models.layer_streaming.layer_file import WEIGHTS, LayerIndex, StoredWeight
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.layer_streaming.size_estimate import SizeEstimate, estimate_sizes
 from inference_svc.models.layer_streaming.streamed_model import sizes_of
+from inference_svc.models.layer_streaming.weight_form import WeightForm
 from inference_svc.models.loader import LoadedModel, load
 from tests.inference_svc.models import gguf_files
 from tests.inference_svc.models.layer_streaming.conftest import computed
@@ -112,3 +115,32 @@ def test_weights_that_are_quantized_or_packed_here(
     agrees(model, want, 0.0 if dtype == "float32" else 0.03)
     assert model.streamed is not None
     model.streamed.close()
+
+
+def test_the_plan_has_room_for_the_weights_that_the_numerics_probe_builds() -> None:
+    """Under a hard limit, the system kills the worker at each start where the probe takes more than the plan left."""
+    small, large = (StoredWeight(at, "", WeightForm("packed", 64, 64, at)) for at in (1000, 5000))
+    head = StoredWeight(9000, "", WeightForm("packed", 64, 64, 100_000))
+    file: Any = SimpleNamespace(index=LayerIndex(True, [{"down": small}, {"down": large}], head, head, ""), vectors={})
+    assert sizes_of(file).widened == 2 * large.form.size_bytes
+
+
+def test_a_check_of_oneDNNs_layout_takes_no_more_than_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(found.nbytes if isinstance(found := func(*args, **(kwargs or {})), torch.Tensor) else 0)
+            return found
+
+    def layout_of(weight: torch.Tensor, _: None) -> torch.Tensor:
+        assert weight.dtype == torch.bfloat16
+        return weight
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", layout_of)
+    monkeypatch.setattr(streamed_model.onednn_weights, "descriptor", lambda _: b"\1")
+    form = WeightForm("packed", 512, 256, 512 * 256 * 2, layout="01")
+    index: Any = SimpleNamespace(stored=[StoredWeight(0, "", form)])
+    with Counted():
+        streamed_model.check_layouts(index)
+    assert sum(made) == form.size_bytes
