@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import socket
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
-from kvsidecar.net import socket_watcher
+from kvsidecar.net import grpc_server, socket_watcher
 from kvsidecar.net.channel import aio_channel
 from kvsidecar.net.grpc_server import Listener, serve_listeners
 
@@ -84,3 +88,23 @@ async def test_a_folder_that_cannot_be_used_is_waited_for(folder: Path) -> None:
         folder.chmod(0o700)
         await back(path)
         assert await named_by(address)() == b"me"
+
+
+async def test_a_listener_whose_folder_stays_away_keeps_no_servers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, real, many = list[weakref.ref[grpc.aio.Server]](), grpc_server._server, asyncio.Event()
+
+    def counted(*given: Any) -> grpc.aio.Server:
+        server = real(*given)
+        made.append(weakref.ref(server))
+        if len(made) == 6:
+            many.set()
+        return server
+
+    monkeypatch.setattr(grpc_server, "_server", counted)
+    async with serve_listeners(NAME, [Listener(folder / "s", naming(b"x"), group="")], lambda: 0.0):
+        shutil.rmtree(folder)
+        await asyncio.wait_for(many.wait(), DEADLINE_SECONDS)
+        gc.collect()
+        assert sum(one() is not None for one in made) <= 2
