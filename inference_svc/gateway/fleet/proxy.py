@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 
 import httpx
@@ -166,7 +166,9 @@ class _NodeRequest:
             "POST",
             self._node.url + asked.path,
             content=asked.raw,
-            headers={**asked.headers, "Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference,
+            headers=encode_headers(
+                {**asked.headers, "Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference
+            ),
             extensions=self._node.extensions,
         )
         response = await self._node.wait_for(client.send(request, stream=True), self._deadline)
@@ -245,6 +247,11 @@ async def _close(answer: Response) -> None:
     """Cancel a node's stream whose client has disconnected."""
     if isinstance(answer, _ProxiedStream):
         await answer.close()
+
+
+def encode_headers(headers: Mapping[str, str]) -> httpx.Headers:
+    """Encode headers of a client as it sent them: Starlette decodes them as Latin-1, and httpx encodes only ASCII."""
+    return httpx.Headers(headers, encoding="latin-1")
 
 
 def proxied_response(response: httpx.Response, content: bytes) -> Response:
