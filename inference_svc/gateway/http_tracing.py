@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 SERVICE_NAME = "kvsidecar-gateway"
 FIRST_TOKEN = "first token"
 GENERATE_STREAM = f"{pb.DESCRIPTOR.services_by_name['InferenceService'].full_name}/GenerateStream"
-_TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"})
 _current: ContextVar[Span] = ContextVar("span", default=NOOP_SPAN)
 
 

@@ -18,6 +18,7 @@ from inference_svc.gateway.fleet.node_calls import NodeCalls
 from inference_svc.gateway.fleet.node_discovery import BAD_RESPONSE_ERRORS, NodeDiscovery
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest, to_routed_request
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, UNPIN_PATH
+from inference_svc.gateway.model_aliases import lists
 
 # Paths of the calls that every node gets. The value is the field of the answer that has the node's number of chunks.
 _COUNTED = {RELEASE_PATH: "released_chunks", UNPIN_PATH: "unpinned_chunks"}
@@ -42,12 +43,15 @@ class CacheCalls:
         """Send a call to every node that serves the model, because each of them may have some of the chunks.
 
         Returns the sum of the nodes' numbers of chunks, or a node's refusal. Raises UnknownModel. Raises Unavailable if
-        a node does not answer. The client may repeat such a call; its answer then counts only the remaining chunks.
+        a node does not answer, or if a node that serves the model is down: its daemon still has its chunks and pins.
+        The client may repeat such a call; its answer then counts only the remaining chunks.
         """
         asked, field = await self._read(request, request.url.path), _COUNTED[request.url.path]
         self._prefix_query.check_model(asked.model)
-        nodes = [node for node in self._discovery.alive if node.serves(asked.model)]
-        sent = (self._calls.send(node, request, asked.raw, _CHANGE_SECONDS) for node in nodes)
+        nodes = [node for node in self._discovery.all if not asked.model or lists(node.models, asked.model)]
+        is_one_away = any(node.was_up and not node.alive for node in nodes)
+        alive = (node for node in nodes if node.alive)
+        sent = (self._calls.send(node, request, asked.raw, _CHANGE_SECONDS) for node in alive)
         answers = await asyncio.gather(*sent, return_exceptions=True)
         done: list[Response] = []
         for answer in answers:
@@ -57,8 +61,15 @@ class CacheCalls:
                 raise Unavailable("a node of the fleet does not answer; send this again in a moment")
             done.append(answer)
         refused = [answer for answer in done if answer.status_code != 200]
-        if refused and (len(refused) == len(done) or any(one.status_code != _NOT_FOUND for one in refused)):
-            return min(refused, key=lambda one: one.status_code == _NOT_FOUND)
+        is_done = len(refused) < len(done)
+        for answer in refused:
+            if answer.status_code != _NOT_FOUND:
+                return answer
+        # Pins are counted, so a repeated unpin would end another pin of the prefix.
+        if is_one_away and not (is_done and request.url.path == UNPIN_PATH):
+            raise Unavailable("a node of the fleet is down; send this again in a moment")
+        if not is_done:
+            return refused[0]
         return JSONResponse({field: sum(_count(one, field) for one in done if one.status_code == 200)})
 
     async def cached_prefix(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ from inference_svc.gateway.api_keys import GUEST_HEADER, ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.explain_header import EXPLAIN_HEADER
 from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeFailed
-from inference_svc.gateway.fleet.proxy import proxied_response
+from inference_svc.gateway.fleet.proxy import encode_headers, proxied_response
 
 # Headers of the client that change a node's answer, so the gateway forwards them.
 _FORWARDED_HEADERS = ("x-request-id", "x-cache-salt", EXPLAIN_HEADER)
@@ -25,7 +25,7 @@ class NodeCalls:
         self._client, self._bodies, self._keys, self._seconds = client, bodies, keys, seconds
 
     def headers(self, request: Request) -> dict[str, str]:
-        """Return the headers of a forwarded request.
+        """Return the headers of a forwarded request, decoded as Latin-1.
 
         A node takes a request with the fleet's key for an operator's. So an additional header marks a guest's request.
         """
@@ -46,7 +46,7 @@ class NodeCalls:
                 f"{node.url}{request.url.path}",
                 params=tuple(request.query_params.multi_items()),
                 content=raw,
-                headers=self.headers(request) | ({"Content-Type": "application/json"} if raw else {}),
+                headers=encode_headers(self.headers(request) | ({"Content-Type": "application/json"} if raw else {})),
                 extensions=node.extensions,
             )
             answer = await node.wait_for(asked, deadline)

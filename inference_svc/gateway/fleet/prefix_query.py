@@ -167,7 +167,10 @@ class PrefixQuery:
             return _CachedPrefix(node, 0, 0)
 
     async def node_with_response(self, response_id: str) -> Node | None:
-        """Return the node that stores a response or conversation; None when no node does."""
+        """Return the node that stores a response or conversation; None when no live node does.
+
+        Raises Unavailable if the only nodes that may store it answer too late.
+        """
         if (
             len(response_id) > _MAX_RESPONSE_ID_CHARS
             or not response_id.isascii()
@@ -176,13 +179,19 @@ class PrefixQuery:
             return None  # this API has no such ids, and the text may be unsafe in a URL path
         nodes = self._discovery.alive
         kept = await asyncio.gather(*(self._keeps(node, response_id) for node in nodes))
-        return next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)
+        found = next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)
+        if found is None and None in kept:
+            raise Unavailable("a node that may keep the response did not answer in time; try again in a moment")
+        return found
 
-    async def _keeps(self, node: Node, response_id: str) -> bool:
+    async def _keeps(self, node: Node, response_id: str) -> bool | None:
+        """Return whether a node stores a response; None if it does not answer in time."""
         path = CONVERSATIONS if response_id.startswith("conv_") else RESPONSES
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.get(f"{node.url}{path}/{response_id}", extensions=node.extensions)
-        except (TimeoutError, *CONNECTION_ERRORS):
-            return False
+        except TimeoutError:
+            return None
+        except CONNECTION_ERRORS:
+            return False  # like a node that is down
         return answer.status_code == 200

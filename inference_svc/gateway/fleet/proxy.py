@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 
 import httpx
@@ -66,14 +66,15 @@ class Proxy:
         deadline, give_up = since + self._answer_seconds(asked), 0.0
         found: RoutedRequest | None = None
         tried: list[Node] = []
-        tries, waited, refused = 0, False, None
+        tries, waited, refused, is_final = 0, False, None, True
         while True:
             try:
                 found = found or await self._prefix_query.with_owner(asked)
                 node = await self._prefix_query.choose_node(found, tried)
             except Unavailable:
-                if refused is not None:
+                if refused is not None and is_final:
                     return refused
+                refused = None  # the node left the request to another one, which has failed since
                 now = loop.time()
                 if now < deadline and self._wait.should_wait(asked, since):
                     waited, give_up = True, 0.0
@@ -88,15 +89,17 @@ class Proxy:
             tried.append(node)
             opened = _NodeRequest(node, deadline)
             log_line().add(node=node.url, tries=tries)
+            has_another = self._prefix_query.has_another(found, tried)
             try:
-                answer = await opened.open(self._client, found, self._prefix_query.has_another(found, tried))
+                answer = await opened.open(self._client, found, has_another)
                 if isinstance(answer, _ProxiedStream):
                     self._metrics.ttft.observe(time.perf_counter() - began)
                     log_line().first_token()
                 return answer
             except _NodeRefusal as error:
                 refused, why = error.answer, str(error)
-                if error.answer.status_code not in _BUSY:
+                is_final = refused.status_code in _BUSY or not has_another
+                if refused.status_code not in _BUSY:
                     node.poll_soon()
             except NodeFailed as error:
                 why = str(error)
@@ -166,7 +169,9 @@ class _NodeRequest:
             "POST",
             self._node.url + asked.path,
             content=asked.raw,
-            headers={**asked.headers, "Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference,
+            headers=encode_headers(
+                {**asked.headers, "Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference
+            ),
             extensions=self._node.extensions,
         )
         response = await self._node.wait_for(client.send(request, stream=True), self._deadline)
@@ -245,6 +250,11 @@ async def _close(answer: Response) -> None:
     """Cancel a node's stream whose client has disconnected."""
     if isinstance(answer, _ProxiedStream):
         await answer.close()
+
+
+def encode_headers(headers: Mapping[str, str]) -> httpx.Headers:
+    """Encode headers of a client as it sent them: Starlette decodes them as Latin-1, and httpx encodes only ASCII."""
+    return httpx.Headers(headers, encoding="latin-1")
 
 
 def proxied_response(response: httpx.Response, content: bytes) -> Response:

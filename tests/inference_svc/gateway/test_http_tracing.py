@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -154,6 +155,17 @@ def test_those_of_a_stream_do_too(traced: Traced) -> None:
         if adds_up(before_first_token(found), found):
             return
     pytest.fail(f"{before_first_token(found)} ms of {to_first_token(found)} have spans")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/invocations"])
+def test_a_chat_is_one_trace_at_each_of_its_paths(traced: Traced, path: str) -> None:
+    trace, body = uuid.uuid4().hex, {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+    headers = {"traceparent": f"00-{trace}-{CALLER}-01"}
+    answer = httpx.post(f"{traced.gateway.url}{path}", json=body | {"max_tokens": 2}, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found = traced.trace(trace, f"POST {path}", CALLED, SERVED)
+    assert found[CALLED].parent_span_id == found[f"POST {path}"].span_id
+    assert found[f"POST {path}"].parent_span_id.hex() == CALLER
 
 
 def test_a_refused_request_is_an_error_by_its_name(traced: Traced) -> None:

@@ -32,6 +32,22 @@ async def test_only_the_last_node_waits_for_its_worker_as_long_as_the_client_wan
     assert (warm.preferences, other.preferences) == (["wait=0"], [wanted])
 
 
+async def test_a_node_that_refused_because_of_another_is_asked_again_when_the_other_vanishes() -> None:
+    """With ``wait=0``, a node without workers refuses at once; as the only node, it waits for its worker."""
+
+    async def waits(writer: asyncio.StreamWriter) -> None:
+        is_hurried = warm.preferences[-1] == "wait=0"
+        await (LOST if is_hurried else says({"from": warm.url}))(writer)
+
+    async def vanishes(_: asyncio.StreamWriter) -> None:
+        other.served_code = 503
+
+    warm, other = Peer(held_tokens=900, answer=waits), Peer(answer=vanishes)
+    async with fleet_of(warm, other) as (client, _):
+        assert (await ask(client)).json() == {"from": warm.url}
+    assert warm.preferences == ["wait=0", ""]
+
+
 @pytest.mark.parametrize("seen", [False, True])
 async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> None:
     peers = [Peer(served=dict(SERVED if seen else STARTING)) for _ in range(2)]
