@@ -63,8 +63,8 @@ class _Bank:
         size = -(-wanted // _GRANULARITY) * _GRANULARITY
         pinned = self._device.pinned(size)
         with kernels.active():
-            scratch = self._device.allocate(size)
-        self.size_bytes, self.pinned, self.scratch = size, pinned, scratch  # all or none: each allocation may fail
+            self.scratch = self._device.allocate(size)
+        self.size_bytes, self.pinned = size, pinned  # only now: each allocation may fail
         self.copied = self.unpacked = None
 
 
