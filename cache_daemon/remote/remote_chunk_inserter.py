@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, TypeVar
 
 from kvsidecar import keys
@@ -118,8 +117,7 @@ class RemoteChunkInserter:
                 break
             present = self._tiers.index.get(header.prefix_hash)
             size = footprint(header.payload_bytes)
-            is_leased = usage is not None and present is not None and present in usage
-            if not is_leased and size > (inf if usage is None else usage.free_bytes - reserved):
+            if usage is not None and (present is None or present not in usage) and size > usage.free_bytes - reserved:
                 break
             if present is not None:  # another request was faster
                 lease.add([present])

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from inference_svc.models.mixture_of_experts import EXPERTS
 
-# What transformers, and its strict configuration classes, raise for settings that describe no model.
+# Errors of transformers, and of its strict configuration classes, for settings that describe no model.
 BAD_SETTINGS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
 
 
