@@ -187,7 +187,7 @@ class GenerationOptions(CacheFields):
         """Return the messages before each breakpoint, and its retention (seconds; None for OpenAI's breakpoints)."""
         return []
 
-    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
+    def to_grpc(self, prompt: pb.Prompt, request_id: str) -> pb.GenerateRequest:
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
                 "prompt_logprobs is not for streams; leave stream out, or take echo with logprobs of completions",
@@ -200,7 +200,6 @@ class GenerationOptions(CacheFields):
         most = self.truncation_limit()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         check_num_stops(len(stops))
-        seed = None if self.seed is None else (self.seed + choice) % 2**64
         return pb.GenerateRequest(
             prompt=prompt,
             max_tokens=self.max_tokens,
@@ -223,7 +222,7 @@ class GenerationOptions(CacheFields):
                 repetition_penalty=self.repetition_penalty,
                 logit_bias=self.logit_bias or {},
                 allowed_tokens=self.allowed_token_ids or (),
-                seed=seed,
+                seed=None if self.seed is None else self.seed % 2**64,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
             ),
@@ -331,8 +330,8 @@ class ChatRequest(GenerationOptions):
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
-        request = super().to_grpc(prompt, choice, request_id)
+    def to_grpc(self, prompt: pb.Prompt, request_id: str) -> pb.GenerateRequest:
+        request = super().to_grpc(prompt, request_id)
         if self.max_completion_tokens is not None:
             request.max_tokens = self.max_completion_tokens
         elif self.max_tokens is None:
@@ -384,8 +383,8 @@ class CompletionRequest(GenerationOptions):
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0
 
-    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
-        request = super().to_grpc(prompt, choice, request_id)
+    def to_grpc(self, prompt: pb.Prompt, request_id: str) -> pb.GenerateRequest:
+        request = super().to_grpc(prompt, request_id)
         request.echo = self.echo
         if self.echo and self.logprobs is not None:
             request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)

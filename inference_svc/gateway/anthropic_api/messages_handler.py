@@ -35,7 +35,7 @@ class MessagesHandler:
             parsed = self._services.parser.salted(MessagesRequest, request, raw, body)
             self._services.models.check(parsed.model)
             chat = parsed.chat()
-            asked = chat.to_grpc(chat.prompts()[0], 0, request_id)
+            asked = chat.to_grpc(chat.prompts()[0], request_id)
             asked.continuous_usage = parsed.stream
             self._services.runner.set_defaults([asked], self._services.models.resolve(parsed.model))
             compares = isinstance(parsed.diagnostics, dict)

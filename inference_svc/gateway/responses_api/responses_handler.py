@@ -42,7 +42,7 @@ class ResponsesHandler:
             chat, messages, given = self._services.parser.chat_of_response(request, parsed)
             model = self._services.models.answer_model(parsed.model)
             writer = ResponseWriter(parsed, model, partial(self._keep_response, tenant, parsed), messages, given)
-            asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
+            asked = chat.to_grpc(chat.prompts()[0], f"resp-{token_hex(12)}")
             self._services.runner.set_defaults([asked], self._services.models.resolve(model))
             if is_prewarm(parsed.prompt_cache_options):
                 limit_to_prompt([asked])

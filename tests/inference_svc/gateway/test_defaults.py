@@ -131,11 +131,11 @@ def test_a_default_that_cannot_be_is_refused_by_name(given: dict[str, Any], said
 
 def test_what_is_asked_of_a_worker_when_nothing_is_said() -> None:
     chat = ChatRequest.model_validate({"messages": MESSAGES})
-    assert chat.to_grpc(chat.prompts()[0], 0, "x").max_tokens == REST_OF_CONTEXT
+    assert chat.to_grpc(chat.prompts()[0], "x").max_tokens == REST_OF_CONTEXT
     response = ResponsesRequest.model_validate({"input": "x"}).chat([], MESSAGES)
-    assert response.to_grpc(response.prompts()[0], 0, "x").max_tokens == REST_OF_CONTEXT
+    assert response.to_grpc(response.prompts()[0], "x").max_tokens == REST_OF_CONTEXT
     completion = CompletionRequest.model_validate({"prompt": "x"})
-    assert not completion.to_grpc(completion.prompts()[0], 0, "x").HasField("max_tokens")
+    assert not completion.to_grpc(completion.prompts()[0], "x").HasField("max_tokens")
 
 
 def test_the_document_says_the_defaults(gateway: Gateway) -> None:
