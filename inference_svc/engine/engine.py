@@ -76,14 +76,13 @@ class Engine:
         self.decoder = decoder or Decoder(loaded)
         # Only the engine's thread changes this dict; other threads copy it before they iterate.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
-        self._limits = limits or EngineLimits()
-        graphs = make_cuda_graphs(self.decoder, pool, self._limits.max_num_seqs)
+        self._limits = limits = limits or EngineLimits()
+        graphs = make_cuda_graphs(self.decoder, pool, limits.max_num_seqs)
         self._recorded = graphs is not None
         proposers: dict[SpeculationMode, Proposer] = {SpeculationMode.NGRAM: NgramProposer()}
         if draft is not None:
             proposers[SpeculationMode.DRAFT] = draft
         self._cache, self._draft, self._speculates = cache, draft, speculates
-        limits = self._limits
         self.speculator = Speculator(
             proposers, StepCostModel(self._recorded), limits.num_speculative_tokens, limits.num_speculative_branches
         )
@@ -101,6 +100,7 @@ class Engine:
         self._broken: BaseException | None = None
         self._step_began = 0.0  # start of the current step; 0 between steps
         self._count_at = 0.0  # next count of the free blocks
+        self._full_batch_seconds = 0.0  # a full batch's time, if every row takes as long as one of the warm-up
         self.died: Future[Unavailable] = Future()
         """Result: the error for further callers. Set after the engine has stopped and open requests have got it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -211,8 +211,8 @@ class Engine:
     @property
     def max_step_seconds(self) -> float:
         """Seconds after which a step counts as hung: a minute, or more if a full batch takes long."""
-        full = self._core.prefill_budget.seconds(self._limits.max_num_batched_tokens)
-        return max(_MAX_STEP_SECONDS, 0.0 if full is None else _MAX_STEP_RATIO * full)
+        full = self._core.prefill_budget.seconds(self._limits.max_num_batched_tokens) or self._full_batch_seconds
+        return max(_MAX_STEP_SECONDS, _MAX_STEP_RATIO * full)
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -354,6 +354,7 @@ class Engine:
         """Runs every kernel once, so that no kernel is compiled while a request waits. Measures step costs."""
         for count in (1, _WARM_ROWS):
             seconds = time_once(lambda count: self._run_rows(count, 0), count)
+        self._full_batch_seconds = seconds / _WARM_ROWS * self._limits.max_num_batched_tokens
         if self.loaded.streamed is None:  # reading streamed weights takes the same time for any number of rows
             self._core.prefill_budget.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
             self._core.prefill_budget.learn(_WARM_ROWS, seconds)

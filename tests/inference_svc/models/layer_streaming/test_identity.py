@@ -11,12 +11,16 @@ import torch
 from kvkernels.cpu import large_pages, quantized_gemm
 from torch import Tensor
 
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine_stats import EngineLimits
+from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models import fused_layer_weights, loader
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.layer_streaming.weight_form import bytes_of, form_of, weight_view
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from inference_svc.models.supported_architectures import SUPPORTED
+from inference_svc.sequence.kv_connector import NullKVConnector
 from tests.inference_svc.models.layer_streaming.conftest import computed
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.models.test_device_weights import add_head
@@ -127,3 +131,15 @@ def test_packed_weights_over_memory_of_ours_are_those_that_were_packed() -> None
     assert torch.equal(other(x), want)
     memory.fill_(0xFF)
     assert other(x).isnan().all(), "no copy"
+
+
+def test_a_first_long_prompt_is_no_hung_step(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a minute it counted as hung, so that a worker of a large model was killed again and again."""
+    monkeypatch.setattr("inference_svc.engine.engine.time_once", lambda run, rows: 20.0 if run(rows) else 0.0)
+    model = streamed("float32", 16, FULL)
+    pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, model.dtype, model.device)
+    engine = Engine(model, pool, NullKVConnector(), EngineLimits(max_num_batched_tokens=512))
+    try:
+        assert engine.max_step_seconds >= 4 * 20 * 512 / 64
+    finally:
+        engine.stop()
