@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from secrets import token_hex
@@ -32,8 +32,22 @@ _MAX_SEPARATOR = 64
 _SPACE = "\u2581"
 # A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
+# A list of token ids to convert may have so many, or as many as the context holds.
+_MAX_IDS = 1 << 17
 # Number of tokens whose texts are kept: log probabilities with alternatives name the same tokens often.
 _MAX_DECODED = 1 << 16
+
+
+@dataclass(frozen=True)
+class PromptTruncation:
+    """Shortens a prompt of more than ``limit`` tokens to ``length`` tokens, which may be none or fewer."""
+
+    limit: int
+    length: int
+    side: pb.Truncation.ValueType
+    """Unspecified: it removes the first tokens."""
+    param: str
+    """Option of the request that sets the length."""
 
 
 class PromptTokenizer:
@@ -55,6 +69,8 @@ class PromptTokenizer:
         self._sampled_calls = SampledCalls()
         self._removes_space = _removes_space(self._tokenizer)
         self._decoded = lru_cache(_MAX_DECODED)(self._decode)
+        self.max_ids = max(context_length, _MAX_IDS)
+        """Maximum number of token ids that are converted for a caller."""
         # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
@@ -63,21 +79,22 @@ class PromptTokenizer:
         prompt: pb.Prompt,
         generation_prompt: bool = True,
         cache: pb.CacheOptions | None = None,
-        max_tokens: int | None = None,
-        truncation: pb.Truncation.ValueType = pb.TRUNCATION_UNSPECIFIED,
+        truncation: PromptTruncation | None = None,
     ) -> tuple[list[int], DocumentMarks]:
-        """Return the result of ``tokens`` for a prompt that must fit into the context.
+        """Return the result of ``tokens`` for a prompt that must fit into the context, after its truncation.
 
-        With ``max_tokens``, a longer prompt is truncated as ``truncation`` says, by default to its last tokens. Raises
-        PromptTooLong; a text with too many characters is not even tokenized.
+        Raises PromptTooLong, and InvalidRequest if the truncation would leave no token. A text with too many characters
+        is not even tokenized.
         """
-        if max_tokens is not None:
+        if truncation is not None:
             size = self._check_characters(*prompt_texts(prompt))
-            if size > _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN:
+            most = _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN
+            if size > most:
                 raise PromptTooLong(
                     f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
                 )
-            ids, marks = self._truncate(prompt, *self.tokens(prompt, generation_prompt, cache), max_tokens, truncation)
+            _check_num_ids(prompt, most)
+            ids, marks = self._truncate(prompt, *self.tokens(prompt, generation_prompt, cache), truncation)
             self._check_length(len(ids))
             return ids, marks
         self._check_length(len(prompt.token_ids.ids))
@@ -87,21 +104,28 @@ class PromptTokenizer:
         return ids, marks
 
     def _truncate(
-        self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, most: int, side: pb.Truncation.ValueType
+        self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, truncation: PromptTruncation
     ) -> tuple[list[int], DocumentMarks]:
-        """Truncate a prompt to ``most`` tokens.
+        """Truncate a prompt that is too long.
 
         At the left, it removes tokens behind the special tokens at the start and keeps the last tokens. In the middle,
         it keeps equal numbers of first and last tokens. At the right, it keeps the first tokens.
         """
+        most, side = truncation.length, truncation.side
+        if len(ids) <= truncation.limit:
+            return ids, marks
+        if most < 1:
+            raise InvalidRequest(
+                f"the prompt is to leave room for an answer of {self._context - most} tokens; a context of "
+                f"{self._context} has none for the prompt then",
+                param=truncation.param,
+            )
         kept = {pb.TRUNCATION_MIDDLE: most // 2, pb.TRUNCATION_RIGHT: most}.get(side)
         head = kept or 0
         if kept is None and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
             special = self.ids("", True)
             head = len(special) if ids[: len(special)] == special and len(special) < most else 0
         cut = len(ids) - most
-        if cut <= 0:
-            return ids, marks
         before = [end for end in marks.segment_ends if end <= head] if kept is not None else []
         ends = (*before, *(end - cut for end in marks.segment_ends if end > cut + head))
         return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
@@ -110,11 +134,12 @@ class PromptTokenizer:
         self._context_limits.check(tokens)
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """Tokenize a prompt that need not fit into the context; only its characters are limited.
+        """Tokenize a prompt that need not fit into the context; only its characters, or its ids, are limited.
 
         Raises PromptTooLong, InvalidRequest.
         """
         self._check_characters(*prompt_texts(request.prompt))
+        _check_num_ids(request.prompt, self.max_ids)
         ids, _ = self.tokens(request.prompt, cache=pb.CacheOptions(tenant_salt=request.tenant_salt))
         names = self.token_names(ids) if request.return_token_names else ()
         return pb.TokenizeResponse(token_ids=ids, token_names=names)
@@ -265,6 +290,13 @@ class PromptTokenizer:
         given = {k: v for k, v in self._tokenizer.init_kwargs.items() if not k.endswith(("_file", "_path"))}
         own = {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
         return json.dumps({**given, **own}, default=str)
+
+
+def _check_num_ids(prompt: pb.Prompt, most: int) -> None:
+    """Raise PromptTooLong for a prompt of more than ``most`` token ids, before they are copied."""
+    found = len(prompt.token_ids.ids)
+    if found > most:
+        raise PromptTooLong(f"the prompt is too long: it has {found} token ids; at most {most} are read")
 
 
 def _removes_space(tokenizer: PreTrainedTokenizerBase) -> bool:

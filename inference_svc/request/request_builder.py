@@ -17,7 +17,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.request.breakpoint_finder import BreakpointFinder
-from inference_svc.request.prompt_tokenizer import PromptTokenizer
+from inference_svc.request.prompt_tokenizer import PromptTokenizer, PromptTruncation
 from inference_svc.sampling.sampling_params import SamplingParams, valid_defaults
 from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer, ReasoningMarkers
@@ -110,11 +110,8 @@ class RequestBuilder:
     ) -> TokenizedRequest:
         """Tokenize and check a request. Raises UnknownModel, PromptTooLong, InvalidRequest."""
         adapter = self.adapter(request.model)
-        most = self._max_prompt_tokens(request)
-        side = request.truncation
-        tokens, marks = self.tokenizer.checked_tokens(
-            request.prompt, cache=request.cache, max_tokens=most, truncation=side
-        )
+        truncation = self._truncation(request)
+        tokens, marks = self.tokenizer.checked_tokens(request.prompt, cache=request.cache, truncation=truncation)
         free_tokens = self._context - len(tokens)
         wanted = request_options.max_new_tokens(request, free_tokens)
         if len(request.request_id) > _MAX_ID:
@@ -177,27 +174,27 @@ class RequestBuilder:
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
         """Return the prompt's text after truncation."""
-        if request.prompt.WhichOneof("kind") == "text" and self._max_prompt_tokens(request) is None:
+        if request.prompt.WhichOneof("kind") == "text" and self._truncation(request) is None:
             return request.prompt.text
         return self.tokenizer.text(sequence.tokens[: sequence.request.num_prompt_tokens])
 
-    def _max_prompt_tokens(self, request: pb.GenerateRequest) -> int | None:
-        """Maximum prompt tokens for truncation; None for no truncation. Raises InvalidRequest."""
-        if request.truncation not in pb.Truncation.values():
-            raise InvalidRequest(f"truncation is {request.truncation}, which is none", param="truncation")
-        if not request.HasField("truncate_prompt_tokens") and not request.truncation:
+    def _truncation(self, request: pb.GenerateRequest) -> PromptTruncation | None:
+        """Return the truncation of a request's prompt; None for no truncation. Raises InvalidRequest."""
+        side = request.truncation
+        if side not in pb.Truncation.values():
+            raise InvalidRequest(f"truncation is {side}, which is none", param="truncation")
+        sets_length = request.HasField("truncate_prompt_tokens")
+        if not sets_length and not side:
             return None
         if request.truncate_prompt_tokens:
-            return request.truncate_prompt_tokens
+            most = request.truncate_prompt_tokens
+            return PromptTruncation(most, most, side, "truncate_prompt_tokens")
         named = request.HasField("max_tokens") and request.max_tokens != REST_OF_CONTEXT
         answer = max(1, request.max_tokens if named else request_options.DEFAULT_MAX_TOKENS, request.min_tokens)
-        if answer >= self._context:
-            raise InvalidRequest(
-                f"the prompt is to leave room for an answer of {answer} tokens; a context of {self._context} has none "
-                "for the prompt then",
-                param="truncate_prompt_tokens",
-            )
-        return self._context - answer
+        rest = self._context - answer
+        if sets_length:
+            return PromptTruncation(rest, rest, side, "truncate_prompt_tokens")
+        return PromptTruncation(self._context - max(1, request.min_tokens), rest, side, "max_tokens")
 
     def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """Return a parser of tool calls for the answer's text; None if the request allows no calls."""

@@ -58,7 +58,6 @@ log = structlog.get_logger("worker")
 T = TypeVar("T")
 # After a larger request, the worker returns freed memory of the tokenization to the system.
 _LARGE_BYTES = 1 << 18
-_MAX_DETOKENIZED = 1 << 17
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -322,8 +321,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        most = max(self._engine.context_length, _MAX_DETOKENIZED)
-        if len(request.token_ids) > most:
+        if len(request.token_ids) > (most := self._tokenizer.max_ids):
             raise InvalidRequest(f"there are {len(request.token_ids)} token_ids; at most {most} are allowed")
         return await self._tokenize_beside(request, lambda: self._detokenized(request))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from kvsidecar.errors import InvalidRequest, PromptTooLong
-from kvsidecar.inference.v1.inference_pb2 import GenerateRequest, Sampling
-from kvsidecar.requests import REST_OF_CONTEXT, to_request
+from kvsidecar.inference.v1.inference_pb2 import GenerateRequest, Sampling, TokenizeRequest
+from kvsidecar.requests import REST_OF_CONTEXT, to_prompt, to_request
 
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.request.request_builder import RequestBuilder
@@ -101,10 +101,43 @@ def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
         assert (len(short.tokens), short.request.max_tokens) == (20, 280), "what is not cut leaves more"
 
 
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_a_prompt_that_fits_stays_whole_however_long_its_answer_may_be(side: str) -> None:
+    """It lost the tokens in whose place the longest answer would be, and a long enough answer refused any prompt."""
+    prompter = RequestBuilder(load("demo"), 300)
+
+    def read(tokens: int, **options: Any) -> tuple[int, int]:
+        built = prompter.build(to_request([7] * tokens, truncate=side, **options), lambda _: None, 0.0)
+        return len(built.tokens), built.request.max_tokens
+
+    assert [read(tokens, max_tokens=250) for tokens in (20, 100, 299)] == [(20, 250), (100, 200), (299, 1)]
+    assert read(20, max_tokens=8192) == (20, 280)
+    assert read(100, max_tokens=250, min_tokens=200) == (100, 200)
+    assert read(300, max_tokens=250) == (50, 250), "it does not fit"
+    assert read(101, max_tokens=250, min_tokens=200) == (50, 250)
+    with pytest.raises(
+        InvalidRequest, match="answer of 300 tokens; a context of 300 has none for the prompt"
+    ) as caught:
+        read(300, max_tokens=300)
+    assert caught.value.param == "max_tokens"
+
+
 def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
     prompter = RequestBuilder(load("demo"), 300)
     with pytest.raises(PromptTooLong, match="too many to be read for its end"):
         prompter.build(to_request("a " * 5000, max_tokens=5, truncate_prompt_tokens=10), lambda _: None, 0.0)
+    with pytest.raises(PromptTooLong, match="it has 9601 token ids; at most 9600 are read"):
+        prompter.build(to_request([7] * 9601, max_tokens=5, truncate_prompt_tokens=10), lambda _: None, 0.0)
+
+
+def test_the_token_ids_to_convert_are_limited() -> None:
+    """16 million ids of one byte each, with their names, took gigabytes."""
+    tokenizer = RequestBuilder(load("demo"), 300).tokenizer
+    most = tokenizer.max_ids
+    assert most == 1 << 17
+    assert len(tokenizer.tokenize(TokenizeRequest(prompt=to_prompt([7] * most))).token_ids) == most
+    with pytest.raises(PromptTooLong, match=f"it has {most + 1} token ids; at most {most} are read"):
+        tokenizer.tokenize(TokenizeRequest(prompt=to_prompt([7] * (most + 1)), return_token_names=True))
 
 
 def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() -> None:

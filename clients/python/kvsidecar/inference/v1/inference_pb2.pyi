@@ -732,8 +732,9 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Name of the worker's model or of one of its adapters; NOT_FOUND for another name. Default: the model itself."""
     truncation: Global___Truncation.ValueType
-    """Truncation of a prompt with more tokens than truncate_prompt_tokens; if that is absent, it counts as 0. Default: at
-    the beginning if truncate_prompt_tokens is set, otherwise no truncation.
+    """Truncation of a prompt with more tokens than truncate_prompt_tokens. If that is absent: truncation of a prompt that
+    does not fit into the context, to as many tokens as 0 would keep. Default: at the beginning if
+    truncate_prompt_tokens is set, otherwise no truncation.
     """
     speculation_branches: _builtins.int
     """Maximal branches of a draft that are verified at once, 1 (a chain) to 4. Default and upper limit: the worker's
