@@ -14,8 +14,15 @@ from pathlib import Path
 import pytest
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models import file_digests, file_state
-from kvsidecar.models.weights_fingerprint import of_directory
+from kvsidecar.models.weights_fingerprint import of_directory, of_engine_directory
 
+SHARDS = ["model-1.safetensors", "model-2.safetensors"]
+# For each folder: its files, those that its index names, and those that vLLM loads.
+ENGINE_FOLDERS = {
+    "a model beside shards": (["model.safetensors", *SHARDS], SHARDS, SHARDS),
+    "Mistral's file beside shards": (["consolidated.safetensors", *SHARDS], SHARDS, ["consolidated.safetensors"]),
+    "several files without an index": (["model.safetensors", *SHARDS], [], ["model.safetensors", *SHARDS]),
+}
 TENSOR_BYTES = 3 << 20
 MIDDLE = TENSOR_BYTES // 3  # far from the tensor's beginning, middle and end
 
@@ -37,11 +44,26 @@ def model_in(folder: Path, files: int = 1) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"hidden_size": 8}')
     for number in range(files):
-        tensor = {"dtype": "U8", "shape": [TENSOR_BYTES], "data_offsets": [0, TENSOR_BYTES]}
-        header = json.dumps({f"w{number}": tensor}).encode()
-        data = bytes([number]) * TENSOR_BYTES
-        (folder / f"model-{number}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+        write_weights(folder / f"model-{number}.safetensors", number)
     return folder
+
+
+def write_weights(file: Path, number: int) -> None:
+    tensor = {"dtype": "U8", "shape": [TENSOR_BYTES], "data_offsets": [0, TENSOR_BYTES]}
+    header = json.dumps({f"w{number}": tensor}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes([number]) * TENSOR_BYTES)
+
+
+def engine_folder(folder: Path, name: str) -> tuple[Path, list[Path]]:
+    """Create one of the ``ENGINE_FOLDERS``; return it, and the files that vLLM loads."""
+    files, indexed, loaded = ENGINE_FOLDERS[name]
+    model_in(folder, files=0)
+    for number, file in enumerate(files):
+        write_weights(folder / file, number)
+    if indexed:
+        weight_map = {f"w{files.index(file)}": file for file in indexed}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder, [folder / file for file in loaded]
 
 
 def flip(file: Path, at: int) -> None:
@@ -92,6 +114,37 @@ def test_a_fingerprint_is_the_same_on_every_machine_and_in_every_version(model: 
     piece = hashlib.sha256(data).digest()
     whole = hashlib.sha256(b'{"hidden_size": 8}' + hashlib.sha256(piece).digest())
     assert of_directory(model) == whole.digest()
+
+
+@pytest.mark.parametrize("name", ENGINE_FOLDERS)
+def test_each_file_that_an_engine_may_load_counts(tmp_path: Path, name: str) -> None:
+    folder, loaded = engine_folder(tmp_path / "model", name)
+    found = [of_engine_directory(folder)]
+    for file in loaded:
+        flip(file, MIDDLE)
+        found.append(of_engine_directory(folder))
+    assert len(set(found)) == len(loaded) + 1
+
+
+def test_an_engine_that_may_load_other_files_has_another_fingerprint(tmp_path: Path) -> None:
+    """The name or the index decides which of the same files are loaded."""
+    folder, (loaded,) = engine_folder(tmp_path / "model", "Mistral's file beside shards")
+    found = [of_engine_directory(folder)]
+    loaded.rename(folder / "a.safetensors")
+    found.append(of_engine_directory(folder))
+    (folder / "model.safetensors.index.json").unlink()
+    found.append(of_engine_directory(folder))
+    assert len(set(found)) == 3
+
+
+def test_an_engine_with_one_file_has_the_fingerprint_of_a_worker(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"w0": "model-0.safetensors"}}')
+    assert of_engine_directory(model) == of_directory(model)
+
+
+def test_an_engine_without_safetensors_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=r"holds no \.safetensors file"):
+        of_engine_directory(model_in(tmp_path / "model", files=0))
 
 
 def test_a_file_is_read_once(tmp_path: Path, reads: list[Path]) -> None:

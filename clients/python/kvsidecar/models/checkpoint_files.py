@@ -1,4 +1,4 @@
-"""Chooses a folder's safetensors files like transformers, and maps tensors to files. Needs no torch.
+"""Chooses a folder's safetensors files like transformers or for engines, and maps tensors to files. Needs no torch.
 
 Format: https://github.com/huggingface/safetensors#format.
 """
@@ -36,6 +36,16 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def engine_files(folder: Path) -> list[Path]:
+    """List all files that decide which weights an engine loads.
+
+    Engines choose among several safetensors files by their own rules, some by an index. So these are all safetensors
+    files and, if they are several, all indexes.
+    """
+    files = _matches(folder, "*.safetensors")
+    return files + _matches(folder, "*.safetensors.index.json") if len(files) > 1 else files
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map each tensor of a folder's weights to its file.
 
@@ -50,6 +60,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 )
             where[name] = file
     return where
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    return sorted(file for file in folder.glob(pattern) if file.is_file())
 
 
 def _names(file: Path) -> list[str]:

@@ -152,7 +152,7 @@ def descriptor(
     """
     versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"
     return NamespaceDescriptor(
-        model_fingerprint=weights_fingerprint.of_directory(folder),
+        model_fingerprint=weights_fingerprint.of_engine_directory(folder),
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,

@@ -63,5 +63,5 @@ def _fingerprint(config: Any) -> bytes:
         digest.update(b"dummy")
     else:
         folder = weights_dir_of(model.model, load.download_dir, model.revision)
-        digest.update(weights_fingerprint.of_directory(folder, log.info))
+        digest.update(weights_fingerprint.of_engine_directory(folder, log.info))
     return digest.digest()
