@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,15 +52,18 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+def output(request: Request, tokens: int) -> Any:
+    """Return the scheduler's output for a step of one request."""
+    return SimpleNamespace(
+        preempted_req_ids=(),
+        num_scheduled_tokens={request.request_id: tokens},
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: (BLOCKS,)),
+    )
+
+
 def schedule(engine: Vllm, request: Request, tokens: int, clock: Clock, seconds: float) -> None:
     """Run a step of one request that takes ``seconds`` until its stores begin."""
-    step = engine.scheduler.build_connector_meta(
-        SimpleNamespace(
-            preempted_req_ids=(),
-            num_scheduled_tokens={request.request_id: tokens},
-            kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: (BLOCKS,)),
-        )
-    )
+    step = engine.scheduler.build_connector_meta(output(request, tokens))
     request.num_computed_tokens += tokens
     clock.pass_time(seconds)
     engine.workers[0].start_store_kv(step)
@@ -146,3 +150,23 @@ def test_a_prefill_ends_with_its_first_output(
         request.all_token_ids.append(token)
     finish(one, request)
     assert reported[-1] == pytest.approx(3.5 / len(PROMPT))
+
+
+@pytest.mark.parametrize("ahead", [1000.0, -1e9])
+def test_the_clock_of_another_host_is_not_compared(
+    node: Node, engines: ExitStack, reported: list[float], ahead: float
+) -> None:
+    """The monotonic clock of the scheduler's host says nothing about that of a rank on another host."""
+    one = start(engines, node, f"other host {ahead}")
+    session = one.workers[0]._connection.session
+    request = Request("a", list(PROMPT))
+    assert one.matched(request) == (0, False)
+    one.allocated(request, BLOCKS, 0)
+    step = one.scheduler.build_connector_meta(output(request, len(PROMPT)))
+    step.stores[:] = [replace(store, began=time.monotonic() + ahead) for store in step.stores]
+    request.num_computed_tokens = len(PROMPT)
+    one.workers[0].start_store_kv(step)
+    finish(one, request)
+    assert one.workers[0].stats.take()["stored_chunks"] > 0
+    assert one.workers[0]._connection.session is session, "the daemon accepts the chunks"
+    assert reported[0] == 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 _WEIGHT = 0.1
 # For fewer tokens, the measured time is mostly the fixed cost of a step, so it says little about the cost per token.
 MIN_PREFILL_TOKENS = 32
-_MAX_SECONDS = 60.0
+MAX_SECONDS_PER_TOKEN = 60.0
 
 
 class PrefillRate:
@@ -25,7 +25,7 @@ class PrefillRate:
         """
         if tokens < MIN_PREFILL_TOKENS:
             return self.seconds_per_token
-        spent = min(_MAX_SECONDS, seconds / tokens)
+        spent = min(MAX_SECONDS_PER_TOKEN, seconds / tokens)
         self.seconds_per_token = (
             spent if not self.seconds_per_token else self.seconds_per_token + _WEIGHT * (spent - self.seconds_per_token)
         )

@@ -30,7 +30,8 @@ class StoreJob:
 
     ``known`` has a pair for each rank: the number of tokens that are already stored, and the prefix hash of the last
     stored chunk. ``token_seconds`` is the prefill time per token; 0 if unknown. If it is None, the job's step
-    ends the prefill of ``computed`` tokens, which began at ``began`` (monotonic time), and the worker measures it.
+    ends the prefill of ``computed`` tokens, which began at ``began``, and the worker measures it. ``began`` is
+    monotonic time of the scheduler's host. On another host, the clock may differ, and the time is unknown.
     """
 
     request: str

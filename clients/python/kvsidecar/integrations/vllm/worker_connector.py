@@ -16,6 +16,7 @@ from kvkernels.device.visible_devices import device_of, is_device
 
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
+from kvsidecar.integrations.vllm.prefill_rate import MAX_SECONDS_PER_TOKEN
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
 from kvsidecar.integrations.vllm.transfer_stats import TransferStats
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
@@ -38,7 +39,11 @@ class _ActiveStore:
     def __init__(self, job: StoreJob, event: Any) -> None:
         self.job, self.event = job, event
         measured = job.token_seconds
-        self.token_seconds = (time.monotonic() - job.began) / job.computed if measured is None else measured
+        if measured is None:
+            measured = (time.monotonic() - job.began) / job.computed
+            if not 0 <= measured <= MAX_SECONDS_PER_TOKEN:  # the scheduler runs on another host, with another clock
+                measured = 0.0
+        self.token_seconds = measured
         self.cancelled = False
         self._reading = threading.Lock()
 
