@@ -249,6 +249,16 @@ def test_after_a_reset_nothing_of_before_is_found_nor_by_others(node: Node, engi
     assert other.matched(Request("e", longer)) == (WHOLE, True), "of before, which is right for it"
 
 
+def test_between_two_resets_nothing_is_stored_for_others(node: Node, engines: ExitStack) -> None:
+    """Without a pause, prompts are computed after a first reset, during the change, and before a second reset."""
+    one, other = start(engines, node, "two resets"), start(engines, node, "two resets")
+    one.scheduler.reset_cache()
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    one.scheduler.reset_cache()
+    for engine in (one, other):
+        assert engine.matched(Request("b", PROMPT)) == (0, False)
+
+
 def test_a_request_that_failed_stores_no_answer(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "failed")
     request = Request("a", PROMPT)

@@ -108,7 +108,7 @@ class SchedulerConnector:
             )
 
     def reset_cache(self) -> None:
-        """Stop using stored chunks, because vLLM has changed its weights in place.
+        """Stop using stored chunks, because vLLM changes its weights in place.
 
         The new weights have no known identity, so this process stores later chunks under a random salt.
         """
