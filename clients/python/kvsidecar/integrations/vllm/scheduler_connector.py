@@ -23,7 +23,7 @@ from kvsidecar.integrations.vllm.cache_salt import (
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
 from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import MIN_PREFILL_TOKENS, PrefillRate
-from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.step_metadata import StepJobs, WorkerHandshake
 from kvsidecar.integrations.vllm.tracked_request import TrackedRequest
 from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
 from kvsidecar.kv_hints import read_kv_hints
@@ -279,19 +279,9 @@ class SchedulerConnector:
                 self._release_lookup(tracked)
             return
         end = tracked.local_tokens + external_tokens
-        assert tracked.salt is not None
         tracked.num_loading_tokens = end
-        self._step.loads.append(
-            LoadJob(
-                request.request_id,
-                list(request.all_token_ids[:end]),
-                tracked.salt,
-                list(blocks.get_block_ids()[0][: end // self._block]),
-                tracked.local_tokens,
-                self._prefill_rate.seconds_per_token,
-                tracked.hints,
-            )
-        )
+        seconds, allocated = self._prefill_rate.seconds_per_token, blocks.get_block_ids()[0][: end // self._block]
+        self._step.loads.append(tracked.load_job(end, allocated, seconds))
 
     def build_connector_meta(self, output: Any) -> StepJobs:
         """Queue stores of complete prompts; return this step's jobs for the workers."""
@@ -374,19 +364,7 @@ class SchedulerConnector:
         if not self._stores or not self._ranks or None in self._sessions():
             return
         tracked.num_queued_tokens = tokens
-        self._step.stores.append(
-            StoreJob(
-                request.request_id,
-                list(request.all_token_ids[:tokens]),
-                tracked.salt,
-                list(blocks[: tokens // self._block]),
-                known,
-                tracked.token_seconds,
-                tracked.num_prefill_tokens,
-                tracked.began_at,
-                tracked.hints,
-            )
-        )
+        self._step.stores.append(tracked.store_job(tokens, blocks[: tokens // self._block], known))
 
     def finished_recving(self, names: Iterable[str]) -> None:
         """Record that the loads of these requests ended, with success or failure."""

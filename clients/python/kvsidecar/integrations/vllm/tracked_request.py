@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
+from kvsidecar.integrations.vllm.step_metadata import LoadJob, StoreJob
 from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 
 
@@ -34,3 +36,26 @@ class TrackedRequest:
         """Measure the prefill time per token and record it in ``rate``, unless it was measured before."""
         if self.token_seconds is None:
             self.token_seconds = rate.record(self.num_prefill_tokens, time.monotonic() - self.began_at)
+
+    def load_job(self, end: int, blocks: Sequence[int], token_seconds: float) -> LoadJob:
+        """Return the load of the tokens before ``end`` that vLLM's own cache does not have."""
+        assert self.salt is not None
+        ids = list(self.request.all_token_ids[:end])
+        return LoadJob(
+            self.request.request_id, ids, self.salt, list(blocks), self.local_tokens, token_seconds, self.hints
+        )
+
+    def store_job(self, end: int, blocks: Sequence[int], known: tuple[tuple[int, bytes], ...]) -> StoreJob:
+        """Return the store of the tokens before ``end``."""
+        assert self.salt is not None
+        return StoreJob(
+            self.request.request_id,
+            list(self.request.all_token_ids[:end]),
+            self.salt,
+            list(blocks),
+            known,
+            self.token_seconds,
+            self.num_prefill_tokens,
+            self.began_at,
+            self.hints,
+        )
