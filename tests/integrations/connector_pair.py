@@ -73,10 +73,15 @@ class Vllm:
         ranks: int = 1,
         transposed: bool = False,
         chunk_tokens: int = BLOCK_TOKENS,
+        reset_keeps_chunks: bool = False,
         **roles: bool,
     ) -> None:
         settings = ConnectorSettings(
-            str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=20_000, min_load_tokens=1
+            str(node.cache_socket),
+            chunk_tokens=chunk_tokens,
+            timeout_ms=20_000,
+            min_load_tokens=1,
+            reset_keeps_chunks=reset_keeps_chunks,
         )
         self.scheduler = SchedulerConnector(settings, BLOCK_TOKENS, BLOCKS, **roles)
         self.caches, self.workers, self.writes = [], list[WorkerConnector](), []

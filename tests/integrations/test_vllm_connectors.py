@@ -259,6 +259,28 @@ def test_between_two_resets_nothing_is_stored_for_others(node: Node, engines: Ex
         assert engine.matched(Request("b", PROMPT)) == (0, False)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_after_a_sleep_chunks_are_found_if_the_engine_never_changes_weights(
+    node: Node, engines: ExitStack, keeps: bool
+) -> None:
+    """vLLM's sleep aborts all requests, waits until their blocks are free, and resets the connector."""
+    one = start(engines, node, f"sleep {keeps}", reset_keeps_chunks=keeps)
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    request = Request("b", [*PROMPT[:BLOCK_TOKENS], *PROMPT])
+    assert one.matched(request) == (BLOCK_TOKENS, True)
+    one.allocated(request, [0], BLOCK_TOKENS)
+    one.step()
+    one.wait(set(), {"b"})
+    request.num_computed_tokens = BLOCK_TOKENS
+    one.step({"b": (request, BLOCK_TOKENS, [0, 1])})
+    request.status = Status.FINISHED_ABORTED
+    assert one.scheduler.request_finished(request, [0, 1])
+    one.step()
+    one.wait({"b"}, set())
+    one.scheduler.reset_cache()
+    assert one.matched(Request("c", PROMPT)) == ((WHOLE, True) if keeps else (0, False))
+
+
 def test_a_request_that_failed_stores_no_answer(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "failed")
     request = Request("a", PROMPT)

@@ -27,6 +27,8 @@ class ConnectorSettings(engine_options.DaemonOptions):
     """Minimum length of a load, in tokens. The engine computes the tokens of a shorter match."""
     share_across_machines: bool = False
     """Share chunks with engines on other machines and of other versions, whose keys and values may differ in bits."""
+    reset_keeps_chunks: bool = False
+    """Continue to use stored chunks after a reset of the connector: for engines that never change weights in place."""
 
     @property
     def timeout(self) -> float:

@@ -111,7 +111,10 @@ class SchedulerConnector:
         """Stop using stored chunks, because vLLM changes its weights in place.
 
         The new weights have no known identity, so this process stores later chunks under a random salt.
+        With ``reset_keeps_chunks``, the weights never change, and a reset does nothing.
         """
+        if self._settings.reset_keeps_chunks:
+            return
         self._generation = os.urandom(16)
         for tracked in self._requests.values():
             tracked.salt = None
