@@ -14,8 +14,8 @@ from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
 from tests.integrations.connector_pair import PROMPT, Request
 
 
-def adapter(folder: Path | str, number: int = 1, name: str = "l") -> Any:
-    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(folder))
+def adapter(folder: Path | str, number: int = 1, name: str = "l", in_place: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(folder), load_inplace=in_place)
 
 
 def test_a_cache_salt_is_the_tenants_salt() -> None:
@@ -51,6 +51,20 @@ def test_files_that_change_under_a_loaded_adapter_are_not_what_the_engine_comput
     assert request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path, 2)), adapters) != first, (
         "loaded as another one"
     )
+
+
+def test_an_adapter_that_is_loaded_in_place_from_another_folder_has_another_salt(tmp_path: Path) -> None:
+    adapters, salts = AdapterDigests(), []
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "adapter_model.safetensors").write_text(version)
+    for lora in (adapter(tmp_path / name, in_place=in_place) for name, in_place in (("one", False), ("two", True))):
+        salts.append(request_salt(Request("a", PROMPT, lora_request=lora), adapters))
+    assert salts[0] != salts[1]
+    with pytest.raises(UnknownAdapter, match=r"vLLM uses the LoRA adapter l of .*two, not .*one"):
+        request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path / "one")), adapters)
+    back = adapter(tmp_path / "one", in_place=True)
+    assert request_salt(Request("a", PROMPT, lora_request=back), adapters) == salts[0]
 
 
 def test_an_adapter_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

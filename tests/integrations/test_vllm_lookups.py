@@ -229,3 +229,26 @@ def test_an_adapter_that_cannot_be_identified_is_said_once(
         for name in "ab":
             assert one.matched(Request(name, PROMPT, lora_request=lora)) == (0, False)
     assert caplog.text.count("the LoRA adapter l has no weights at") == 1
+
+
+def test_while_an_adapter_is_loaded_again_its_requests_are_not_cached(
+    node: Node, engines: ExitStack, tmp_path: Path
+) -> None:
+    """vLLM then computes with either folder's weights."""
+    one, loras = start(engines, node, "loaded again"), []
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "adapter_model.safetensors").write_text(version)
+        path = str(tmp_path / version)
+        loras.append(SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=path, load_inplace=True))
+    old, new = Request("old", PROMPT, lora_request=loras[0]), Request("new", PROMPT, lora_request=loras[1])
+    for request in (old, new):
+        assert one.matched(request) == (0, False)
+    for request in (old, new):
+        one.compute(request, [0, 1, 2, 3, 4])
+    for lora in loras:
+        request, later = (Request(f"{name} {lora.lora_path}", PROMPT, lora_request=lora) for name in ("again", "later"))
+        assert one.matched(request) == (0, False), "nothing was stored"
+        one.compute(request, [0, 1, 2, 3, 4])
+        assert one.matched(later) == (WHOLE, True)
+        assert not one.scheduler.request_finished(later, [])

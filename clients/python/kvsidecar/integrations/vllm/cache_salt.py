@@ -25,12 +25,14 @@ class UnknownAdapter(Exception):
 class AdapterDigests:
     """Digests of one engine's LoRA adapters.
 
-    vLLM loads an adapter once for each ``lora_int_id`` and keeps its weights in memory even if the files change. So an
-    adapter whose files have changed can no longer be identified. A thread reads the files, which may take seconds.
+    vLLM loads an adapter once for each ``lora_int_id``, and again from another path only with ``load_inplace``. It
+    keeps the weights in memory even if the files change. So an adapter whose files have changed can no longer be
+    identified. A thread reads the files, which may take seconds.
     """
 
     def __init__(self) -> None:
-        self._loaded: dict[int, _Stamps] = {}
+        self._paths: dict[int, str] = {}
+        self._loaded: dict[tuple[int, str], _Stamps] = {}
         self._digests: dict[_Stamps, Future[bytes]] = {}
         self._thread = ThreadPoolExecutor(1, "kvsidecar-adapters")
 
@@ -60,7 +62,12 @@ class AdapterDigests:
             raise _unreadable(lora, error) from error
         if not any(file.suffix != ".json" for file, _, _ in stamps):
             raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
-        if self._loaded.setdefault(lora.lora_int_id, stamps) != stamps:
+        if getattr(lora, "load_inplace", False):
+            self._paths[lora.lora_int_id] = lora.lora_path
+        loaded_from = self._paths.setdefault(lora.lora_int_id, lora.lora_path)
+        if loaded_from != lora.lora_path:
+            raise UnknownAdapter(f"vLLM uses the LoRA adapter {lora.lora_name} of {loaded_from}, not {lora.lora_path}")
+        if self._loaded.setdefault((lora.lora_int_id, lora.lora_path), stamps) != stamps:
             raise UnknownAdapter(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
         return stamps
 

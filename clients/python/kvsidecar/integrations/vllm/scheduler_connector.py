@@ -117,9 +117,13 @@ class SchedulerConnector:
             return
         self._generation = os.urandom(16)
         for tracked in self._requests.values():
-            tracked.salt = None
-            if not tracked.num_loading_tokens:
-                self._release_lookup(tracked)
+            self._stop_caching(tracked)
+
+    def _stop_caching(self, tracked: TrackedRequest) -> None:
+        """Neither load nor store for a request any more, except for a running load."""
+        tracked.salt = None
+        if not tracked.num_loading_tokens:
+            self._release_lookup(tracked)
 
     def close(self) -> None:
         self._adapters.close()
@@ -145,7 +149,11 @@ class SchedulerConnector:
             given = read_kv_hints(getattr(request, "kv_hints", None))  # engines before vLLM 0.33 have none
             self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
             hints = CacheHints.of_kv_hints(given)
-            found = self._requests[request.request_id] = TrackedRequest(request, salt, hints)
+            # While vLLM has requests for two folders of an adapter, it may compute each with the weights of the other.
+            mixed = [one for one in self._requests.values() if one.has_other_weights(request)]
+            found = self._requests[request.request_id] = TrackedRequest(request, None if mixed else salt, hints)
+            for one in mixed:
+                self._stop_caching(one)
         return found
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
