@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,30 @@ class Worker(InferenceServiceServicer):
             context.abort(self.code, "gone")
         return pb.GenerateResponse(text=self.name)
 
+    def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+        self.asked += 1
+        return pb.WarmResponse()
+
+    def ReleaseSession(self, request: pb.ReleaseSessionRequest, context: Any) -> pb.ReleaseSessionResponse:
+        self.asked += 1
+        return pb.ReleaseSessionResponse(released_chunks=3)
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        self.asked += 1
+        return pb.TokenizeResponse(token_ids=[4])
+
+    def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        self.asked += 1
+        return pb.DetokenizeResponse(text=self.name)
+
+    def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        self.asked += 1
+        return pb.GetModelResponse()
+
+    def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        self.asked += 1
+        return pb.GetStatsResponse()
+
     def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:
         self.asked += 1
         for _ in range(self.pieces):
@@ -76,6 +100,29 @@ def test_the_first_is_asked_and_then_the_next_that_is_there(workers: list[Worker
         assert both(client) == ("2", "22")
         assert workers[1].asked == 1, "the one that answered is asked first from then on"
     assert asyncio.run(both_of_async()) == ("2", "22")
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "warm": lambda client: client.warm("x", deadline=20),
+    "release_session": lambda client: client.release_session("s"),
+    "tokenize": lambda client: client.tokenize("x"),
+    "detokenize": lambda client: client.detokenize([1]),
+    "model": lambda client: client.model(),
+    "stats": lambda client: client.stats(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_goes_on_with_another_worker(workers: list[Worker], name: str) -> None:
+    async def asynchronously() -> None:
+        async with AsyncClient() as client:
+            await CALLS[name](client)
+
+    workers[0].end()
+    with Client() as client:
+        CALLS[name](client)
+    asyncio.run(asynchronously())
+    assert [worker.asked for worker in workers] == [0, 2, 0]
 
 
 def test_what_has_begun_is_not_asked_for_again(workers: list[Worker]) -> None:

@@ -6,7 +6,6 @@ OpenTelemetry, calls include the active span as W3C Trace Context.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.net.grpc_server import CLIENT_KEEPALIVE, DIRECT
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.telemetry.tracer import context_metadata
-from kvsidecar.worker_targets import WorkerChannels
+from kvsidecar.worker_targets import RetryState, WorkerChannels
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -165,13 +164,7 @@ class Client:
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
         """Generate an answer and wait for its end. Options are those of ``to_request``."""
         check_options("generate", options)
-        request, tries = to_request(prompt, **options), _RetryState(self._workers, deadline)
-        while True:
-            try:
-                return _whole(self._call(tries.stub().Generate, request, tries.left()))
-            except Unavailable:
-                if not tries.again():
-                    raise
+        return _whole(self._call("Generate", to_request(prompt, **options), deadline))
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
@@ -179,7 +172,7 @@ class Client:
         """Generate an answer as a stream. Closing the iterator cancels the request."""
         check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        tries, gather, begun = _RetryState(self._workers, deadline), _StreamAccumulator(), False
+        tries, gather, begun = RetryState(self._workers, deadline), _StreamAccumulator(), False
         while True:
             call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
             try:
@@ -210,36 +203,43 @@ class Client:
         With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
         """
         request = to_warm_request(prompt, tools, tenant_salt, model, prefetch=prefetch, **hints)
-        response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
+        response: pb.WarmResponse = self._call("Warm", request, deadline)
         return response
 
     def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
-        """Remove the chunks that only this session has used. Returns their number."""
+        """Remove the chunks that only this session has used.
+
+        Returns their number, without those that an earlier try removed, whose worker died before it answered.
+        """
         request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
-        return int(self._call(self.stub.ReleaseSession, request, 60).released_chunks)
+        return int(self._call("ReleaseSession", request, 60).released_chunks)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt."""
-        return list(self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30).token_ids)
+        return list(self._call("Tokenize", pb.TokenizeRequest(prompt=to_prompt(prompt)), 30).token_ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        return str(self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30).text)
+        return str(self._call("Detokenize", pb.DetokenizeRequest(token_ids=ids), 30).text)
 
     def model(self) -> pb.GetModelResponse:
-        response: pb.GetModelResponse = self._call(self.stub.GetModel, pb.GetModelRequest(), 10)
+        response: pb.GetModelResponse = self._call("GetModel", pb.GetModelRequest(), 10)
         return response
 
     def stats(self) -> pb.GetStatsResponse:
-        response: pb.GetStatsResponse = self._call(self.stub.GetStats, pb.GetStatsRequest(), 10)
+        response: pb.GetStatsResponse = self._call("GetStats", pb.GetStatsRequest(), 10)
         return response
 
-    @staticmethod
-    def _call(method: Any, request: Any, deadline: float | None) -> Any:
-        try:
-            return method(request, timeout=deadline, metadata=context_metadata())
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
+    def _call(self, method: str, request: Any, deadline: float | None) -> Any:
+        tries = RetryState(self._workers, deadline)
+        while True:
+            try:
+                call = getattr(tries.stub(), method)
+                return call(request, timeout=tries.left(), metadata=context_metadata())
+            except grpc.RpcError as error:
+                found = from_rpc(error)
+                if not isinstance(found, Unavailable) or not tries.again():
+                    raise found from error
 
 
 class AsyncClient:
@@ -272,13 +272,7 @@ class AsyncClient:
     ) -> Completion:
         """Generate an answer and wait for its end. Options are those of ``to_request``."""
         check_options("generate", options)
-        request, tries = to_request(prompt, **options), _RetryState(self._workers, deadline)
-        while True:
-            try:
-                return _whole(await self._call(tries.stub().Generate, request, tries.left()))
-            except Unavailable:
-                if not tries.again():
-                    raise
+        return _whole(await self._call("Generate", to_request(prompt, **options), deadline))
 
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
@@ -286,7 +280,7 @@ class AsyncClient:
         """Generate an answer as a stream. Closing the iterator cancels the request."""
         check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        tries, gather, begun = _RetryState(self._workers, deadline), _StreamAccumulator(), False
+        tries, gather, begun = RetryState(self._workers, deadline), _StreamAccumulator(), False
         while True:
             call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
             try:
@@ -317,56 +311,43 @@ class AsyncClient:
         With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
         """
         request = to_warm_request(prompt, tools, tenant_salt, model, prefetch=prefetch, **hints)
-        response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
+        response: pb.WarmResponse = await self._call("Warm", request, deadline)
         return response
 
     async def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
-        """Remove the chunks that only this session has used. Returns their number."""
+        """Remove the chunks that only this session has used.
+
+        Returns their number, without those that an earlier try removed, whose worker died before it answered.
+        """
         request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
-        return int((await self._call(self.stub.ReleaseSession, request, 60)).released_chunks)
+        return int((await self._call("ReleaseSession", request, 60)).released_chunks)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt."""
-        return list((await self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30)).token_ids)
+        return list((await self._call("Tokenize", pb.TokenizeRequest(prompt=to_prompt(prompt)), 30)).token_ids)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        return str((await self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30)).text)
+        return str((await self._call("Detokenize", pb.DetokenizeRequest(token_ids=ids), 30)).text)
 
     async def model(self) -> pb.GetModelResponse:
-        response: pb.GetModelResponse = await self._call(self.stub.GetModel, pb.GetModelRequest(), 10)
+        response: pb.GetModelResponse = await self._call("GetModel", pb.GetModelRequest(), 10)
         return response
 
     async def stats(self) -> pb.GetStatsResponse:
-        response: pb.GetStatsResponse = await self._call(self.stub.GetStats, pb.GetStatsRequest(), 10)
+        response: pb.GetStatsResponse = await self._call("GetStats", pb.GetStatsRequest(), 10)
         return response
 
-    @staticmethod
-    async def _call(method: Any, request: Any, deadline: float | None) -> Any:
-        try:
-            return await method(request, timeout=deadline, metadata=context_metadata())
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-
-
-class _RetryState:
-    """Retry state of one request: the workers tried, and the time left."""
-
-    def __init__(self, workers: WorkerChannels, deadline: float | None) -> None:
-        self._workers, self._tried, self._asked = workers, set[str](), ""
-        self._until = None if deadline is None else time.monotonic() + deadline
-
-    def stub(self) -> Any:
-        self._asked = self._workers.now
-        return self._workers.stub_of(self._asked)
-
-    def left(self) -> float | None:
-        return None if self._until is None else max(0.0, self._until - time.monotonic())
-
-    def again(self) -> bool:
-        """Record the current worker as unavailable; return whether there is another worker to try."""
-        self._tried.add(self._asked)
-        return self._workers.another(self._tried)
+    async def _call(self, method: str, request: Any, deadline: float | None) -> Any:
+        tries = RetryState(self._workers, deadline)
+        while True:
+            try:
+                call = getattr(tries.stub(), method)
+                return await call(request, timeout=tries.left(), metadata=context_metadata())
+            except grpc.RpcError as error:
+                found = from_rpc(error)
+                if not isinstance(found, Unavailable) or not tries.again():
+                    raise found from error
 
 
 class _StreamAccumulator:

@@ -1,8 +1,9 @@
-"""Workers that a client may call: the worker of its address, or all workers of the node."""
+"""Workers that a client may call: the worker of its address, or all workers of the node; retries among them."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,23 @@ class WorkerChannels:
             return [self.now]
         found = own_runtime_dir().glob("worker-*.sock")
         return [socket_target(path) for path in sorted(found, key=lambda path: (len(path.name), path.name))]
+
+
+class RetryState:
+    """Retry state of one request: the workers tried, and the time left."""
+
+    def __init__(self, workers: WorkerChannels, deadline: float | None) -> None:
+        self._workers, self._tried, self._asked = workers, set[str](), ""
+        self._until = None if deadline is None else time.monotonic() + deadline
+
+    def stub(self) -> Any:
+        self._asked = self._workers.now
+        return self._workers.stub_of(self._asked)
+
+    def left(self) -> float | None:
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def again(self) -> bool:
+        """Record the current worker as unavailable; return whether there is another worker to try."""
+        self._tried.add(self._asked)
+        return self._workers.another(self._tried)
