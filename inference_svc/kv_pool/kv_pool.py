@@ -27,7 +27,7 @@ from inference_svc.kv_pool.zeroed_tensors import populate, zeros
 # Blocks behind a sliding window are freed in units of this many tokens. Our kernels read keys in units of 64 and must
 # not read a freed key.
 WINDOW_STEP = 64
-# Tokens per copy between the pool and its overflow.
+# Tokens per copy of a long prefix, in the pool or between the pool and its overflow.
 _COPIED_TOKENS = 1024
 
 

@@ -125,7 +125,7 @@ class CopyOnWrite:
         table = table.shift(0, left) if left else table
         sequence.kv.attach(table)
         table.first_valid_token = source.table.first_valid_token
-        self._pool.copy(source.table, table, left, source.tokens)
+        self._pool.copy_in_pieces(source.table, table, left, source.tokens)
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)
         self.begin(sequence, source)

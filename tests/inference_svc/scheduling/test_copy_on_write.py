@@ -44,6 +44,17 @@ class Scheduled:
         self.cache.insert(CachedSequence(as_array(ids), table, CacheScope(), StoredPrefix()))
         return table
 
+    def count_copies(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Return a list that gets the number of tokens of each copy from now on."""
+        copy, copied = self.pool.copy, list[int]()
+
+        def counted(source: BlockTable, target: BlockTable, start: int, end: int) -> None:
+            copied.append(end - start)
+            copy(source, target, start, end)
+
+        monkeypatch.setattr(self.pool, "copy", counted)
+        return copied
+
     def admit(self, ids: list[int]) -> BlockTable | None:
         """Admit a request and compute its prompt; None if it has to wait."""
         chosen = self._admission.next(deque([sequence := Request(ids, 5).sequence]), self.running)
@@ -108,22 +119,40 @@ def test_a_prefix_that_a_sequence_runs_on_needs_no_blocks_though_it_is_cached_to
 
 def test_a_long_rest_of_a_prefix_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between tables of several ranges, a copy needs as much memory again."""
-    at, copied = Scheduled(), list[int]()
+    at = Scheduled()
     at.keep(PREFIX + prompt(9, 100))
     whole = PREFIX + prompt(4, 900)
     assert at.admit(whole) is not None
-    copy = at.pool.copy
-
-    def counted(source: BlockTable, target: BlockTable, start: int, end: int) -> None:
-        copied.append(end - start)
-        copy(source, target, start, end)
-
-    monkeypatch.setattr(at.pool, "copy", counted)
+    copied = at.count_copies(monkeypatch)
     table = at.admit(whole + prompt(5, 30))
     assert table is not None
     assert table.ranges[0][1] == SHARED // PAGE_TOKENS
     assert sum(copied) == len(whole) - SHARED
     assert max(copied) <= 1024
+
+
+def test_a_long_prefix_in_many_ranges_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, ids = Scheduled(KVPool), PREFIX[:1440]
+    between = list[BlockTable]()
+    table = BlockTable()
+    for end in (480, 960, 1440):
+        assert at.pool.grow(table, end)
+        other = at.pool.allocate(32)
+        assert other is not None
+        between.append(other)
+    for other in between:
+        at.pool.free(other)
+    assert len(table.ranges) == 3
+    at.pool.keys[0, 0, torch.from_numpy(table.slots(0, 1440)), 0] = torch.arange(1440.0).half()
+    at.keep(ids, table)
+    copied = at.count_copies(monkeypatch)
+    admitted = at.admit(ids + prompt(2, 40))
+    assert admitted is not None
+    assert admitted.first_slot is not None
+    assert sum(copied) == len(ids)
+    assert max(copied) <= 1024
+    slots = torch.from_numpy(admitted.slots(0, 1440))
+    assert torch.equal(at.pool.keys[0, 0, slots, 0], torch.arange(1440.0).half())
 
 
 @pytest.mark.parametrize("kind", [KVPool, DevicePool])
