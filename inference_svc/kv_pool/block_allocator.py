@@ -172,6 +172,14 @@ class BlockAllocator:
                 references[page : page + pages] -= 1
         return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.mapped_ranges)
 
+    def longest_range_without(self, tables: list[BlockTable]) -> int:
+        """Length of the longest range of pool blocks that are free, or become free if these tables are freed."""
+        references = self._references[: self.pages].copy()
+        for table in tables:
+            for page, pages in [] if table.in_overflow else table.mapped_ranges:
+                references[page : page + pages] -= 1
+        return max((length for _, length in zero_runs(references)), default=0)
+
     def references_match(self, tables: list[BlockTable]) -> bool:
         """True if the reference counts are those of exactly these tables."""
         counted = np.zeros_like(self._references)

@@ -172,6 +172,20 @@ class PrefixCache:
             found = self._pool.allocate(tokens, spare)
         return found
 
+    def allocate_contiguous(self, tokens: int, keep: CachedSequence | None = None) -> BlockTable | None:
+        """Allocates contiguous blocks, and evicts entries but ``keep`` until there is such a range.
+
+        None, without evictions, if those could not make a range free.
+        """
+        found = self._pool.allocate_contiguous(tokens)
+        if found is None:
+            others = [entry.table for entry in self._entries.values() if entry is not keep]
+            if self._pool.longest_range_without(others) * PAGE_TOKENS < tokens:
+                return None
+        while found is None and self.evict(keep=keep):
+            found = self._pool.allocate_contiguous(tokens)
+        return found
+
     @property
     def available_overflow_tokens(self) -> int:
         """Token slots of the overflow that are free or belong to entries; slots that entries share count repeatedly."""

@@ -100,9 +100,7 @@ class CopyOnWrite:
         shared = min(source.tokens, from_table.ranges[0][1] * PAGE_TOKENS) // _RANGE_STEP * _RANGE_STEP
         if shared < _MIN_RANGE_TOKENS:
             return False
-        own = self._pool.allocate_contiguous(wanted - shared)
-        while own is None and self._prefix_cache.evict(keep=source.cached):
-            own = self._pool.allocate_contiguous(wanted - shared)
+        own = self._prefix_cache.allocate_contiguous(wanted - shared, source.cached)
         if own is None:
             return False
         table = self._pool.share(from_table, shared)

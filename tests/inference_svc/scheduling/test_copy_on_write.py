@@ -108,6 +108,23 @@ def test_cached_sequences_make_way_for_the_own_range() -> None:
     assert first in at.cache.tables, "the source is the last to go"
 
 
+def test_cached_sequences_stay_if_they_cannot_make_way_for_the_own_range() -> None:
+    """A running sequence divides the pool into two halves, and the own range is longer than either."""
+    at = Scheduled()
+    for i in range(4):
+        at.keep(prompt(10 + i, 320))
+    assert at.admit(PREFIX) is not None
+    for i in range(4):
+        at.keep(prompt(20 + i, 320))
+    for entry in at.cache.entries[::2]:
+        at.pool.free(at.cache.take(entry))
+    assert (len(at.cache), at.pool.free_pages) == (4, 40)
+    table = at.admit(PREFIX + prompt(3, 1100))
+    assert table is not None
+    assert len(at.cache) == 4
+    assert len(table.ranges) > 2
+
+
 def test_a_prefix_that_a_sequence_runs_on_needs_no_blocks_though_it_is_cached_too() -> None:
     at, prefix = Scheduled(), prompt(7, 2048)
     at.keep(prefix + prompt(9, 96))
