@@ -191,12 +191,14 @@ class RequestFinisher:
     def move_to_overflow(self, sequence: Sequence) -> bool:
         """Moves the blocks of a preempted sequence to the prefix cache, as a copy in host memory behind the pool.
 
-        Admission copies them back. False, with nothing changed, if the pool has no such memory or too little, or the
-        sequence may not be cached.
+        Admission copies them back. False, with nothing changed, if the pool has no such memory or too little, or if the
+        sequence may not or cannot be cached.
         """
         kv, overflow = sequence.kv, self._pool.overflow
         table, tokens = kv.table, kv.num_exact
         if overflow is None or not overflow.keeps_preempted or not sequence.can_resume:
+            return False
+        if not self._prefix_cache.enabled:
             return False
         if table is None or table.in_overflow or table.num_released or tokens < MIN_SHARED_TOKENS:
             return False

@@ -104,6 +104,11 @@ class PrefixCache:
         return len(self._entries)
 
     @property
+    def enabled(self) -> bool:
+        """False if the cache keeps no sequence."""
+        return self._max > 0
+
+    @property
     def entries(self) -> list[CachedSequence]:
         """All entries, least recently used first."""
         return list(self._entries.values())
@@ -128,7 +133,7 @@ class PrefixCache:
 
     def insert(self, entry: CachedSequence) -> None:
         """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of this sequence."""
-        if not self._max:
+        if not self.enabled:
             self._pool.free(entry.table)
             return
         for key, old in list(self._entries.items()):

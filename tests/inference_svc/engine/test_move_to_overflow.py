@@ -47,12 +47,13 @@ class Counted(Engine):
         vars(self.decoder)["compute"] = counting
 
 
-def engine(tokens: int, beyond: int, connector: NullKVConnector | None = None) -> Counted:
+def engine(tokens: int, beyond: int, connector: NullKVConnector | None = None, cached: int = 64) -> Counted:
     loaded, _, _ = build("LlamaForCausalLM", torch.float32)
     shape = loaded.layers, loaded.kv_heads, loaded.head_dim
     overflow = HostOverflow(memory, *shape, tokens, beyond, loaded.dtype) if beyond else None
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, (), overflow)
-    made = Counted(loaded, pool, connector or NullKVConnector(), EngineLimits(max_num_batched_tokens=128))
+    limits = EngineLimits(max_num_batched_tokens=128, prefix_cache_sequences=cached)
+    made = Counted(loaded, pool, connector or NullKVConnector(), limits)
     made.count_rows()
     return made
 
@@ -118,6 +119,15 @@ def test_without_room_it_goes_to_the_daemon_or_is_computed_again(
     assert answers(one) == want
     assert slow._asked.is_set()
     assert one.pool.free_overflow_pages == one.pool.overflow_pages, "a failed copy has no blocks"
+
+
+def test_without_a_prefix_cache_it_goes_to_the_daemon(want: list[list[int]]) -> None:
+    slow = SlowCache()
+    slow.go_on()
+    one = engine(POOL, 2048, slow, cached=0)
+    assert answers(one) == want
+    assert slow._asked.is_set()
+    assert one.free_overflow_pages == one.pool.overflow_pages
 
 
 def test_an_answer_that_outgrows_the_pool_continues_in_its_copy() -> None:
