@@ -53,7 +53,7 @@ class WeightSizes:
     """Memory of a model's weights in bytes."""
 
     layers: Sequence[tuple[int, int]]  # for each layer: bytes of attention, and of the feed-forward part
-    always: int  # bytes that are resident in every mode: head and norms
+    always: int  # bytes that are resident in every mode: head and norms, on a device also an embedding of its own
     widened: int = 0  # bytes of the largest weight that is widened for a product, or that the numerics probe builds
 
     @property

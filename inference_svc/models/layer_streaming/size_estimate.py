@@ -27,7 +27,7 @@ class SizeEstimate:
 
     dense: int  # every weight in its dtype
     sizes: WeightSizes  # as packed in memory and in the layer file
-    embedding: int  # bytes of the embedding's rows; 0 if the head shares them
+    embedding: int  # bytes of the embedding's rows that are not in ``sizes``; 0 if the head shares them
 
     @property
     def kept(self) -> int:
@@ -50,17 +50,19 @@ def estimate_sizes(recipe: LayerFileRecipe) -> SizeEstimate:
     embedding, head = counting.vocabulary(model)
     tied = f"{HEAD}weight" if recipe.tied else ""
     whole = {name: p.numel() for name, p in model.named_parameters() if name != tied}
-    shared = recipe.tied and recipe.bits == 16 and not recipe.packs and not recipe.narrows
-    return SizeEstimate(
-        sum(whole.values()) * recipe.dtype.itemsize,
-        WeightSizes(layers, head + vectors),
-        0 if shared else embedding,
-    )
+    if recipe.tied and recipe.bits == 16 and not recipe.packs and not recipe.narrows:
+        embedding = 0
+    dense_bytes, always = sum(whole.values()) * recipe.dtype.itemsize, head + vectors
+    if recipe.on_device:
+        widened = counting.max_coded_weights * recipe.dtype.itemsize
+        return SizeEstimate(dense_bytes, WeightSizes(layers, always + embedding, widened), 0)
+    return SizeEstimate(dense_bytes, WeightSizes(layers, always), embedding)
 
 
 class _Counting:
     def __init__(self, recipe: LayerFileRecipe) -> None:
         self._recipe, self._materials = recipe, recipe.weight_source()
+        self.max_coded_weights = 0  # number of weights of the largest product in codes
 
     def layer(self, layer: nn.Module, prefix: str) -> tuple[int, int]:
         """Bytes of a layer's attention, and of its feed-forward part."""
@@ -87,10 +89,13 @@ class _Counting:
         inputs, outputs = linears[0].in_features, sum(linear.out_features for linear in linears)
         full = [prefix + name for name in names]
         forms = [form for form in map(materials.form, full) if form is not None]
-        if len(forms) == len(full):
-            return padded(quantized_gemm.size_bytes(inputs, outputs, *quantized_gemm.joined_form(forms)))
-        found = quantization_of(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
+        found = (
+            quantized_gemm.joined_form(forms)
+            if len(forms) == len(full)
+            else quantization_of(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
+        )
         if found is not None:
+            self.max_coded_weights = max(self.max_coded_weights, inputs * outputs)
             return padded(quantized_gemm.size_bytes(inputs, outputs, *found))
         if recipe.packs or not recipe.narrows:
             return padded(inputs * outputs * recipe.dtype.itemsize)

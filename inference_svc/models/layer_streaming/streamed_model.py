@@ -85,21 +85,23 @@ def load_streamed(
 ) -> tuple[Any, StreamedModel]:
     """Load a recipe's model, whose weights have the fingerprint ``identity``.
 
-    Layers compute on ``device``, which must match the recipe. Builds the layer file if it is missing or corrupt. Raises
-    ModelUnsupported, ConfigurationError.
+    Layers compute on ``device``, which must match the recipe. Builds the layer file if it is missing or corrupt, and if
+    the model will fit. Raises ModelUnsupported, ConfigurationError.
     """
     models, asked = models or ModelLibrary(), with_copy(recipe, asked)
     check_streamable(recipe)
-    target = _place(recipe, identity, models.root / "converted")
+    place, target = placement_on(device), _place(recipe, identity, models.root / "converted")
     for last in (False, True):
         with models.building(target) as folder:
             if folder is not None:
-                build_layer_file(folder, recipe, estimate_sizes(recipe).kept)
+                size = estimate_sizes(recipe)
+                plan_residency(size.sizes, place.free_bytes(asked), asked)  # refuses before the file is written
+                build_layer_file(folder, recipe, size.kept)
         found = _inode(target)
         try:
             file = LayerFile(target)
             check_layouts(file.index)
-            return _ModelAssembly(recipe, file, asked, placement_on(device)).model()
+            return _ModelAssembly(recipe, file, asked, place).model()
         except LayerFileDamaged as error:
             if last:
                 raise ModelUnsupported(f"{target} was written anew, and is damaged again: {error}") from error

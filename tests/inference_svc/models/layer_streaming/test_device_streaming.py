@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from kvkernels.cpu import quantized_gemm
+from kvsidecar.errors import ConfigurationError
 from torch import Tensor
 
-from inference_svc.models import loader
+from inference_svc.models import loader, random_models
 from inference_svc.models.layer_streaming import weight_placement
 from inference_svc.models.layer_streaming.device_slots import DeviceSlots
 from inference_svc.models.layer_streaming.pinned_pieces import ResidentPieces, RingPieces
@@ -138,6 +139,19 @@ def test_auto_streams_what_a_card_has_no_room_for(home: Path, device: SimulatedD
     assert tight.streamed.residency.mode == "ffn_only_stream"
     assert device.free_bytes() >= 256 << 20
     tight.streamed.close()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_no_file_is_written_for_a_model_that_cannot_fit(
+    tmp_path: Path, device: SimulatedDevice, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its embedding and its head of 512 KiB each (8 bits: 290 KiB) are on the device in every mode."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setitem(random_models._SHAPES["tiny"][1], "tie_word_embeddings", False)
+    device.clock.costs = replace(device.clock.costs, memory_bytes=(256 << 20) + (768 << 10))
+    with pytest.raises(ConfigurationError, match="the model does not fit"):
+        loaded_on(device, "bfloat16", bits, StreamingOptions("auto", slots=2))
+    assert not list(tmp_path.rglob("*-layers/*"))
 
 
 def test_the_largest_weight_in_codes_has_room_to_be_widened(home: Path, device: SimulatedDevice) -> None:

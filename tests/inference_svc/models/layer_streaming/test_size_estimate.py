@@ -13,14 +13,15 @@ from gguf import GGMLQuantizationType
 from kvkernels.cpu import f32_gemm, quantized_gemm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inference_svc.models.attention_windows import reserve_attention_name
 from inference_svc.models.layer_streaming import layer_file_builder, streamed_model
-from inference_svc.models.layer_streaming.layer_file import WEIGHTS, LayerIndex, StoredWeight
+from inference_svc.models.layer_streaming.layer_file import WEIGHTS, LayerFile, LayerIndex, StoredWeight
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.layer_streaming.size_estimate import SizeEstimate, estimate_sizes
 from inference_svc.models.layer_streaming.streamed_model import sizes_of
 from inference_svc.models.layer_streaming.weight_form import WeightForm
-from inference_svc.models.loader import LoadedModel, load
+from inference_svc.models.loader import LoadedModel, load, recipe_of_shape
 from tests.inference_svc.models import gguf_files
 from tests.inference_svc.models.layer_streaming.conftest import computed
 
@@ -115,6 +116,22 @@ def test_weights_that_are_quantized_or_packed_here(
     agrees(model, want, 0.0 if dtype == "float32" else 0.03)
     assert model.streamed is not None
     model.streamed.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_a_device_takes(tmp_path: Path, tied: bool, bits: int) -> None:
+    """All is known before a file is written: also an embedding of its own, and a weight in codes that is widened."""
+    if bits < 16 and quantized_gemm.kernel() is None:
+        pytest.skip("no CPU kernels run here")
+    reserve_attention_name()
+    recipe = recipe_of_shape("shape:tiny", torch.bfloat16, bits, on_device=True)
+    recipe.config.tie_word_embeddings = tied
+    want = estimate_sizes(recipe)
+    layer_file_builder.build_layer_file(tmp_path, recipe, want.kept)
+    file = LayerFile(tmp_path)
+    assert want.sizes == sizes_of(file, recipe.dtype)
+    assert want.kept == (tmp_path / WEIGHTS).stat().st_size + sum(v.nbytes for v in file.vectors.values())
 
 
 def test_the_plan_has_room_for_the_weights_that_the_numerics_probe_builds() -> None:
