@@ -310,15 +310,18 @@ class _ModelAssembly:
             shared.weight = torch.nn.Parameter(head.weight, requires_grad=False)  # type: ignore[arg-type]
             return shared
         if self._recipe.on_device:
-            return self._device_embedding(own)
+            return self._device_embedding(own, head)
         return StoredEmbedding(self._file, index.embedding, self._recipe.dtype, scale)
 
-    def _device_embedding(self, own: Any) -> torch.nn.Module:
-        """Load the embedding into the device's memory, into the model's own module."""
+    def _device_embedding(self, own: Any, head: StreamableLinear) -> torch.nn.Module:
+        """Return the model's own module, over the head's weight or over an embedding that is loaded to the device."""
         stored = self._file.index.embedding
-        memory = large_pages.allocate(padded(stored.form.size_bytes))
-        self._file.load(stored, memory)
-        rows: Any = weight_view(stored.form, memory)
+        if stored == self._file.index.head:
+            rows: Any = head.weight
+        else:
+            memory = large_pages.allocate(padded(stored.form.size_bytes))
+            self._file.load(stored, memory)
+            rows = weight_view(stored.form, memory)
         own.weight = torch.nn.Parameter(self._place.place(rows.to(self._recipe.dtype)), requires_grad=False)
         module: torch.nn.Module = own.to(self._place.device)
         return module

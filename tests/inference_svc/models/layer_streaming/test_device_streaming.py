@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,11 @@ from inference_svc.models.layer_streaming.device_slots import DeviceSlots
 from inference_svc.models.layer_streaming.pinned_pieces import ResidentPieces, RingPieces
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
 from inference_svc.models.layer_streaming.weight_placement import DevicePlacement, Extent
-from inference_svc.models.loader import LoadedModel, load
+from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from inference_svc.server import pool_builder
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.models.layer_streaming.conftest import computed
+from tests.inference_svc.models.test_device_weights import saved
 from tests.kvkernels.device.device_fault import UnorderedAccess
 from tests.kvkernels.device.simulated_device import SimulatedDevice, use_of
 from tests.kvkernels.device.simulated_stream import Schedule
@@ -86,6 +88,22 @@ def test_a_device_answers_as_the_cpu(home: Path, device: SimulatedDevice) -> Non
     streamed = loaded_on(device, "float32", 16, FULL)
     for got, expected in zip(results(streamed)[:-1], want[:-1], strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_scaled_embedding_that_is_also_the_head_is_loaded_once(
+    home: Path, tmp_path: Path, device: SimulatedDevice
+) -> None:
+    saved(tmp_path, "Gemma2ForCausalLM")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / file, tmp_path / file)
+    want = computed(load(str(tmp_path), device="cpu", dtype="float32"))
+    streamed = load(str(tmp_path), device=str(device.torch), dtype="float32", stream=FULL)
+    assert streamed.streamed is not None
+    embedding, head = streamed.model.model.embed_tokens, streamed.model.lm_head
+    assert embedding.weight.data_ptr() == head.weight.data_ptr()
+    for got, expected in zip(results(streamed)[:-1], want[:-1], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    streamed.streamed.close()
 
 
 @pytest.mark.parametrize("schedule", [Schedule.EAGER, Schedule.DELAYED])
