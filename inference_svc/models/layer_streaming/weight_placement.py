@@ -12,6 +12,7 @@ from kvkernels.cpu import large_pages
 from kvkernels.device.device_port import Device
 from kvkernels.device.visible_devices import device_of
 from kvsidecar.byte_sizes import format_size
+from kvsidecar.errors import ConfigurationError
 from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class WeightPlacement(Protocol):
     def read_ahead(
         self, file: LayerFile, extents: Sequence[Extent], slots: list[Tensor], asked: StreamingOptions
     ) -> ReadAhead | DeviceSlots:
-        """Read the extents ahead into the slots. Raises OSError."""
+        """Read the extents ahead into the slots. Raises OSError, and ConfigurationError if the host has no memory."""
         ...
 
 
@@ -127,12 +128,18 @@ class DevicePlacement:
         if sum(map(locked_bytes, sizes)) + _SPARE_BYTES <= free:
             pieces = ResidentPieces(self._device, sizes, read)
         else:
+            pinned = ring * locked_bytes(max(sizes))
+            if pinned > free:
+                raise ConfigurationError(
+                    f"layers are streamed through {format_size(pinned)} of pinned host memory ({ring} layers), and "
+                    f"{format_size(free)} are free; lower stream_slots (now {asked.slots}), or free host memory"
+                )
             log.info(
                 "pinned weights exceed the host's memory: a pinned ring is filled from the file",
                 weights=format_size(sum(sizes)),
                 pinned=format_size(sum(map(locked_bytes, sizes))),
                 free=format_size(free),
-                ring=format_size(ring * locked_bytes(max(sizes))),
+                ring=format_size(pinned),
             )
             pieces = RingPieces(self._device, sizes, ring, read)
         return DeviceSlots(self._device, pieces, slots, asked.poison_freed_slots)

@@ -35,6 +35,7 @@ from tests.kvkernels.doubles.card import H100, T4
 
 KINDS = [("float32", 16), ("bfloat16", 16), ("float16", 16), ("float32", 8), ("bfloat16", 4)]
 MODEL, LAYERS = "shape:tiny", 3
+PIECE_BYTES = (1 << 20) + 1
 FULL = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
 MODES = {
     "full": FULL,
@@ -112,7 +113,7 @@ def test_a_file_streams_through_a_pinned_ring_where_memory_is_short(
 ) -> None:
     want = results(resident_on(device, "float32", 16))
     device.schedule = schedule
-    monkeypatch.setattr(weight_placement, "free_bytes", lambda limit: 0)
+    monkeypatch.setattr(weight_placement, "free_bytes", lambda limit: 64 << 20)
     monkeypatch.setattr(weight_placement, "_MORE_RING_SLOTS", 0)  # fewer than pieces
     streamed = loaded_on(device, "float32", 16, FULL)
     assert all(torch.equal(a, b) for a, b in zip(results(streamed), want, strict=True))
@@ -120,19 +121,32 @@ def test_a_file_streams_through_a_pinned_ring_where_memory_is_short(
     streamed.streamed.close()
 
 
+def three_pieces_in_two_slots(device: SimulatedDevice) -> DeviceSlots:
+    file: Any = SimpleNamespace(read=lambda memory, at, go_on: len(memory))
+    slots = [device.allocate(PIECE_BYTES) for _ in range(2)]
+    extents = [Extent(i * PIECE_BYTES, PIECE_BYTES) for i in range(3)]
+    return DevicePlacement(device).read_ahead(file, extents, slots, FULL)
+
+
 @pytest.mark.parametrize(("more", "kind"), [(0, RingPieces), (3 * (1 << 20) - 3, ResidentPieces)])
 def test_pieces_stay_pinned_only_if_their_rounded_sizes_fit(
     device: SimulatedDevice, more: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch locks 2 MiB for a piece of 1 MiB and a byte."""
-    size = (1 << 20) + 1
-    free = 3 * size + weight_placement._SPARE_BYTES + more
+    free = 3 * PIECE_BYTES + weight_placement._SPARE_BYTES + more
     monkeypatch.setattr(weight_placement, "free_bytes", lambda limit: free)
-    file: Any = SimpleNamespace(read=lambda memory, at, go_on: len(memory))
-    slots = [device.allocate(size) for _ in range(2)]
-    layers = DevicePlacement(device).read_ahead(file, [Extent(i * size, size) for i in range(3)], slots, FULL)
+    layers = three_pieces_in_two_slots(device)
     assert type(layers._pieces) is kind
     layers.close()
+
+
+def test_a_host_without_memory_for_the_pinned_ring_ends_the_start(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four pieces of 2 MiB."""
+    monkeypatch.setattr(weight_placement, "free_bytes", lambda limit: (8 << 20) - 1)
+    with pytest.raises(ConfigurationError, match=r"8\.0 MiB of pinned host memory .* stream_slots"):
+        three_pieces_in_two_slots(device)
 
 
 def test_the_next_step_finds_its_first_layers(home: Path, device: SimulatedDevice) -> None:
