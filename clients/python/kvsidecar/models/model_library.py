@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _SPARE_BYTES = 256 << 20  # left free on the disk
 ENTRY, SOURCE = "entry.json", "source.json"
 BUILT_IN = "demo"
+# Prefixes of names beside a folder: its lock, the folder that is built for it, and the folder that is being removed.
+_LOCK, _PARTIAL, _GONE = ".lock-", ".partial-", ".gone-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9_]+)?")
 
 
@@ -136,7 +138,7 @@ class ModelLibrary:
         with self.locked(folder):
             if inode is not None and (not folder.is_dir() or folder.stat().st_ino != inode):
                 return
-            gone = folder.with_name(f".gone-{folder.name}")
+            gone = folder.with_name(f"{_GONE}{folder.name}")
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
             shutil.rmtree(gone)
@@ -148,14 +150,15 @@ class ModelLibrary:
         """Yield an empty folder that becomes ``target`` if the block succeeds.
 
         If the block fails, the folder is removed. Yields None when ``target`` exists. Other processes that build the
-        same target wait. Raises ConfigurationError when the disk is full or read-only.
+        same target wait. Also removes what killed processes left beside it. Raises ConfigurationError when the disk is
+        full or read-only.
         """
         with self.locked(target):
             if target.is_dir():
                 yield None
                 return
-            partial = target.with_name(f".partial-{target.name}")
-            shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
+            _remove_abandoned(target)
+            partial = target.with_name(f"{_PARTIAL}{target.name}")
             with atomic_folder(target, partial):
                 yield partial
 
@@ -164,7 +167,7 @@ class ModelLibrary:
         """Exclude other processes that lock the same path. Raises ConfigurationError when the folder is read-only."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            handle = target.with_name(f".lock-{target.name}").open("w")
+            handle = target.with_name(f"{_LOCK}{target.name}").open("w")
         except OSError as error:
             raise ConfigurationError(f"cannot write to {target.parent}: {error.strerror}") from error
         with handle:
@@ -258,6 +261,26 @@ def sha256_of(file: Path) -> str:
 def size_of(folder: Path) -> int:
     """Return the total bytes of all files below a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove unfinished and half removed folders of ``target``, which the caller has locked, and of others beside it.
+
+    Keeps those that a live process has locked.
+    """
+    for lock in target.parent.glob(f"{_LOCK}*"):
+        name = lock.name.removeprefix(_LOCK)
+        found = [path for kind in (_PARTIAL, _GONE) if (path := target.with_name(f"{kind}{name}")).is_dir()]
+        if not found:
+            continue
+        with ExitStack() as held:
+            if name != target.name:
+                try:
+                    fcntl.flock(held.enter_context(lock.open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:  # a live process has the lock, or another user owns it
+                    continue
+            for folder in found:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _made_of(source: dict[str, Any], folder: Path) -> bool:
