@@ -79,6 +79,7 @@ class HostOverflow:
         needed = int(np.count_nonzero(taken == 0)) * self._bytes_per_page
         if not needed:
             return
+        self.keys[0, 0, 0, 0].item()  # waits for the device: memory that it has not written yet counts as free
         free = free_bytes()
         if needed > free:
             raise OverflowFailed(

@@ -114,6 +114,25 @@ def test_a_full_host_is_that_requests_error(simulated: object, monkeypatch: pyte
     pool.reserve_overflow(again, 0, 256)  # its blocks have kept their memory
 
 
+def test_free_memory_is_read_after_the_device_took_what_was_reserved(
+    simulated: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several sequences may be preempted in one step, and the device zeroes their memory later than the call."""
+    device, waits = simulated(), list[int]()  # type: ignore[operator]
+    pool = made(device)
+    tables = [pool.allocate_overflow(256) for _ in range(2)]
+
+    def free() -> int:
+        waits.append(device.clock.num_host_waits)
+        return 1 << 30
+
+    monkeypatch.setattr(host_overflow, "free_bytes", free)
+    for table in tables:
+        assert table is not None
+        pool.reserve_overflow(table, 0, 256)
+    assert waits[0] < waits[1]
+
+
 def test_a_size_is_checked_at_the_start(simulated: object, monkeypatch: pytest.MonkeyPatch) -> None:
     device = simulated()  # type: ignore[operator]
     loaded = replace(load("demo", dtype="float32"), device=device.torch)
