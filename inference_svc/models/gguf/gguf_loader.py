@@ -20,11 +20,12 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.gguf_parts import part_paths
 from kvsidecar.models.model_library import SOURCE, GgufRecord, ModelLibrary, check_disk_space
-from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from inference_svc.models.gguf import gguf_codes
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_file import GgufFile, read_gguf
+from inference_svc.models.gguf.gguf_tokenizer import tokenizer_of
 from inference_svc.models.gguf.gguf_weights import GgufWeight, weights_of
 from inference_svc.models.progress_bar import ProgressCallback, progress_bar
 from inference_svc.models.safetensors_writer import SafetensorsWriter
@@ -34,7 +35,7 @@ log = structlog.get_logger("model")
 # Value of the width setting for weights that keep a file's codes.
 CODES = "codes"
 # Raise it when the contents of converted folders change, so that older folders are converted again.
-_VERSION = 2
+_VERSION = 3
 # Tokens that may end a turn. Each is an end token if the chat template uses it; a file's metadata names only one.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 # Sampling defaults that generation_config.json may recommend, by their names there.
@@ -132,7 +133,7 @@ def _write(source: GgufSource, folder: Path, dtype: torch.dtype, coded: bool, pr
     size = sum(weight.spec(dtype, coded).size_bytes for weight in weights)
     check_disk_space(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
     log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
-    tokenizer = _tokenizer(file)
+    tokenizer = tokenizer_of(file)
     tokenizer.save_pretrained(folder)
     config.dtype = dtype
     config.save_pretrained(folder)
@@ -168,15 +169,6 @@ def _write_weights(
                 out.write(spec.name, piece)
                 done += piece.nbytes
                 progress(done, total)
-
-
-def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
-    try:
-        found = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelUnsupported(f"{file.path} holds a tokenizer that transformers cannot read: {error}") from error
-    found.name_or_path = ""
-    return found
 
 
 def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

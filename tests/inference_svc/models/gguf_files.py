@@ -24,17 +24,20 @@ SHAPE = {
 }  # fmt: skip
 
 
-def byte_level(writer: gguf.GGUFWriter, size: int) -> None:
-    """Return a byte-level BPE vocabulary with two merges, two chat tokens, and unused tokens up to ``size``."""
-    tokens = [*bytes_to_unicode().values(), "th", "the", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+def byte_level(
+    writer: gguf.GGUFWriter, size: int, pre: str = "qwen2", merges: tuple[str, ...] = ("t h", "th e")
+) -> None:
+    """Return a byte-level BPE vocabulary with merges, two chat tokens, and unused tokens up to ``size``."""
+    tokens = [*bytes_to_unicode().values(), *(pair.replace(" ", "") for pair in merges)]
+    tokens += ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     kinds = [NORMAL] * (len(tokens) - 3) + [CONTROL] * 3
     end = tokens.index("<|endoftext|>")
     tokens += [f"unused{i}" for i in range(size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds + [NORMAL] * (size - len(kinds)))
-    writer.add_token_merges(["t h", "th e"])
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_pad_token_id(end)

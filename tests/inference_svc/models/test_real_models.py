@@ -79,9 +79,13 @@ def test_greedy_answers_are_those_of_transformers_with_the_same_file(smollm2: Pa
 _LLAMA_CPP = """
 import json, sys
 import llama_cpp as l, numpy as np
-file, prompts = sys.argv[1], json.load(sys.stdin)
+file, (prompts, texts) = sys.argv[1], json.load(sys.stdin)
 model = l.llama_model_load_from_file(file.encode(), l.llama_model_default_params())
-size, out = l.llama_vocab_n_tokens(l.llama_model_get_vocab(model)), []
+vocabulary = l.llama_model_get_vocab(model)
+size, out, ids = l.llama_vocab_n_tokens(vocabulary), [], []
+for text in (text.encode() for text in texts):
+    found = (l.llama_token * (len(text) + 1))()
+    ids.append(found[: l.llama_tokenize(vocabulary, text, len(text), found, len(found), True, True)])
 for prompt in prompts:
     context = l.llama_init_from_model(model, l.llama_context_default_params())
     tokens = (l.llama_token * len(prompt))(*prompt)  # the batch points to it
@@ -89,11 +93,18 @@ for prompt in prompts:
     out.append(np.ctypeslib.as_array(l.llama_get_logits_ith(context, -1), (size,)).copy())
     l.llama_free(context)
 np.save(sys.argv[2], np.stack(out))
+print(json.dumps(ids))
 """
+# Texts that other pre-tokenizers split otherwise.
+TEXTS = [
+    "Steps:\n\n1. Mix\n2. Bake", "    3", "x = 12345; y=  42", "a\r\nb\r\n\r\n 7", "\tdef f(x):\n\t\treturn x1+2",
+    "   \n 7", "½ ² Ⅷ ٣٤ 一二三 十", "日本語 12月3日", "한국어 3개", "don’t I've they'RE",
+    "\u00a0nbsp\u3000x", "<|im_start|>user\n 5<|im_end|>",
+]  # fmt: skip
 
 
-def test_distributions_are_those_of_llama_cpp_with_the_same_file(smollm2: Path, tmp_path: Path) -> None:
-    """As far as llama.cpp's go, which rounds a product's inputs to 8 bits where its weights have few."""
+def test_tokens_and_distributions_are_those_of_llama_cpp_with_the_same_file(smollm2: Path, tmp_path: Path) -> None:
+    """Distributions as far as llama.cpp's go, which rounds a product's inputs to 8 bits where its weights have few."""
     try:
         environment = find("llama_cpp")
     except EngineNotInstalled as error:
@@ -105,14 +116,17 @@ def test_distributions_are_those_of_llama_cpp_with_the_same_file(smollm2: Path, 
         ours = [r.token_ids[0] for r in engine.generate_batch(prompts, max_tokens=1, temperature=0)]
     file = tmp_path / "logits.npy"
     command = [str(environment.python), "-c", _LLAMA_CPP, str(smollm2), str(file)]
-    subprocess.run(
+    done = subprocess.run(
         command,
-        input=json.dumps(prompts),
+        input=json.dumps([prompts, TEXTS]),
         text=True,
         env=environment.variables(),
         check=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
+    for text, ids in zip(TEXTS, json.loads(done.stdout), strict=True):
+        assert tokenizer.encode(text) == ids, text
     logits = torch.from_numpy(np.load(file)).log_softmax(-1)
     with torch.inference_mode():
         exact = torch.stack([theirs(torch.tensor([p])).logits[0, -1] for p in prompts]).log_softmax(-1)
