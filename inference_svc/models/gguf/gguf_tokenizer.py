@@ -1,7 +1,7 @@
-"""Reads a GGUF file's tokenizer with transformers, and adds the word splits that transformers' reader lacks.
+"""Reads a GGUF file's tokenizer with transformers, and adds what transformers' reader lacks.
 
-Byte-level BPE splits a text into words before it merges bytes. A file has only a name for this split; the splits
-themselves are in the code of its readers.
+Byte-level BPE splits a text into words before it merges bytes. A file has only a name for this split; the split itself,
+the default for BOS and the look-up of whole words are in the code of its readers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _READER_NAMES = frozenset(getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SP
 _GPT2_NAMES = frozenset("gpt-2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum".split())
 # Names of the split that cuts out each digit, and then splits as GPT-2 does.
 _DIGIT_NAMES = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2".split())
+# Names of tokenizers that add BOS if the file does not say, and look up whole words before they merge.
+_LLAMA3_NAMES = frozenset(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken".split()
+)
 # Cased letters of DeepSeek LLM: those of Unicode 11 without some scripts and the mathematical alphabets.
 _CASED = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab68"
@@ -45,26 +49,31 @@ _PATTERNS = {
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     """Build a file's tokenizer. Raises ModelUnsupported for one that transformers cannot read."""
+    byte_level = file.metadata.get("tokenizer.ggml.model") == _BYTE_LEVEL
+    name = str(file.metadata.get("tokenizer.ggml.pre", ""))
+    like_llama3 = byte_level and name in _LLAMA3_NAMES
+    defaults = {"add_bos_token": True} if like_llama3 else {}  # the file's own flag replaces it
     try:
-        found = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        found = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name, **defaults)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ModelUnsupported(f"{file.path} holds a tokenizer that transformers cannot read: {error}") from error
     found.name_or_path = ""
-    if file.metadata.get("tokenizer.ggml.model") == _BYTE_LEVEL:
-        _set_split(found, file)
+    if like_llama3:
+        found.backend_tokenizer.model.ignore_merges = True
+    if byte_level:
+        _set_split(found, file.path.name, name)
     return found
 
 
-def _set_split(tokenizer: PreTrainedTokenizerBase, file: GgufFile) -> None:
+def _set_split(tokenizer: PreTrainedTokenizerBase, file: str, name: str) -> None:
     """Replace GPT-2's split if the file names one that transformers' reader lacks; log a name that is unknown."""
-    name = str(file.metadata.get("tokenizer.ggml.pre", ""))
     if name in _DIGIT_NAMES or name in _PATTERNS:
         tokenizer.backend_tokenizer.pre_tokenizer = _split_of(name)
     elif _READER_NAMES and name not in _READER_NAMES | _GPT2_NAMES:
         log.warning(
             f"tokenizer.ggml.pre is {name!r}, which names no known split of text into words; GPT-2's is used, and may "
             "differ from the model's own",
-            file=file.path.name,
+            file=file,
         )
 
 

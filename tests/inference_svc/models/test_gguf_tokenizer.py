@@ -78,3 +78,19 @@ def test_an_unknown_split_is_logged(tmp_path: Path, pre: str) -> None:
         "tokenizer.ggml.pre is 'of-the-future', which names no known split of text into words; GPT-2's is used, and "
         "may differ from the model's own"
     ] * (pre == "of-the-future")
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "qwen2"])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_a_prompt_begins_with_bos_if_the_file_or_its_kind_says_so(
+    tmp_path: Path, pre: str, add_bos: bool | None
+) -> None:
+    tokenizer = tokenizer_with(tmp_path, pre, add_bos=add_bos)
+    begins = tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    assert begins == (pre != "qwen2" if add_bos is None else add_bos)
+
+
+@pytest.mark.parametrize(("pre", "tokens"), [("llama-bpe", ["the"]), ("tekken", ["the"]), ("qwen2", ["t", "he"])])
+def test_a_word_of_the_vocabulary_needs_no_merges(tmp_path: Path, pre: str, tokens: list[str]) -> None:
+    """The first merge takes the letters that the other two need."""
+    assert tokenizer_with(tmp_path, pre, ("h e", "t h", "th e")).tokenize("the") == tokens
