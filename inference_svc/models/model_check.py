@@ -87,6 +87,9 @@ def _check_settings(folder: Path) -> None:
         size = shape.get(name)
         if size is not None and not (type(size) is int and size > 0):
             raise ModelUnsupported(f"{name} is {size!r} in {config}; allowed are positive integers")
+    pad, rows = shape.get("pad_token_id"), shape.get("vocab_size")
+    if type(pad) is int and type(rows) is int and not -rows <= pad < rows:  # PyTorch counts negative ids from the end
+        raise ModelUnsupported(f"pad_token_id is {pad} in {config}; allowed are 0 to {rows - 1}, by its vocab_size")
     ends = _read_object(generation).get("eos_token_id") if generation.is_file() else None
     if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
         raise ModelUnsupported(f"eos_token_id is {ends!r} in {generation}; allowed are an integer and a list of them")

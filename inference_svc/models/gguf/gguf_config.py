@@ -79,7 +79,8 @@ def _settings(file: GgufFile, kind: GgufArchitecture) -> dict[str, Any]:
         head_dim = file.get("attention.key_length") or file.get("rope.dimension_count") or head_dim
     if "token_embd.weight" not in file.tensors:
         raise ModelUnsupported(f"{file.path} has no token_embd.weight: it holds no language model, or a part of one")
-    tokens = {n: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for n, key in _TOKENS.items()}
+    rows = file.tensors["token_embd.weight"].shape[0]
+    tokens = _special_tokens(file, rows)
     values: dict[str, Any] = {
         "architectures": [kind.class_name],
         "hidden_size": width,
@@ -90,15 +91,28 @@ def _settings(file: GgufFile, kind: GgufArchitecture) -> dict[str, Any]:
         "head_dim": int(head_dim),
         "max_position_embeddings": _number(file, "context_length"),
         "rms_norm_eps": file.need("attention.layer_norm_rms_epsilon"),
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, int(head_dim)),
-        **tokens,
+        **{name: tokens[key] for name, key in _TOKENS.items()},
     }
     return values | _OWN.get(file.architecture, _nothing)(file, values)
 
 
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+def _special_tokens(file: GgufFile, rows: int) -> dict[str, int | None]:
+    """Ids of the special tokens, by their names in the file. Raises ModelUnsupported for ids without a token."""
+    listed = file.metadata.get("tokenizer.ggml.tokens")  # the number of tokens
+    last = min(rows, listed if isinstance(listed, int) else rows) - 1
+    found = {}
+    for name in (*_TOKENS.values(), "unknown"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        found[name] = token = file.metadata.get(key)
+        if token is not None and not (type(token) is int and 0 <= token <= last):
+            raise ModelUnsupported(f"{file.path} has {key} {token!r}; allowed are 0 to {last}, the ids of its tokens")
+    return found
 
 
 def _number(file: GgufFile, key: str, default: int | None = None) -> int:

@@ -8,6 +8,7 @@ second.
 from __future__ import annotations
 
 import mmap
+import reprlib
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +27,7 @@ _ALIGNMENT = 32
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_INTEGERS = ("general.alignment", "split.count")  # metadata that this module computes with
 
 # Types that the gguf package unpacks. Excluded are Q8_1 and Q8_K, which no file contains, and integer types, which hold
 # no weights.
@@ -92,7 +94,7 @@ def read_gguf(path: Path) -> GgufFile:
     """
     first, *others = part_paths(path)
     found = _read_part(first)
-    parts = int(found.metadata.get("split.count", 1) or 1)
+    parts = found.metadata.get("split.count") or 1
     if parts != 1 + len(others):
         raise ModelUnsupported(
             f"{first} is one of {parts} parts, which its name does not tell; name them as llama-gguf-split does, like "
@@ -179,8 +181,11 @@ def _parse(path: Path, cursor: _Cursor, size: int) -> GgufFile:
     for _ in range(value_count):
         key = cursor.text()
         metadata[key] = cursor.value(cursor.one("I"))
+    for key in _INTEGERS:
+        if not isinstance(metadata.get(key, 0), int):
+            raise ValueError(f"its {key} is {reprlib.repr(metadata[key])}; allowed is an integer")
     entries = [_entry(cursor) for _ in range(tensor_count)]
-    alignment = int(metadata.get("general.alignment", _ALIGNMENT)) or _ALIGNMENT
+    alignment = metadata.get("general.alignment") or _ALIGNMENT
     begin = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in entries:

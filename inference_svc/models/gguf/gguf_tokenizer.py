@@ -55,7 +55,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     defaults = {"add_bos_token": True} if like_llama3 else {}  # the file's own flag replaces it
     try:
         found = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name, **defaults)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # the tokenizers library raises Exception itself
         raise ModelUnsupported(f"{file.path} holds a tokenizer that transformers cannot read: {error}") from error
     found.name_or_path = ""
     if like_llama3:

@@ -60,6 +60,11 @@ def settings(**changes: Any) -> str:
         ("config.json", settings(num_hidden_layers="x"), "num_hidden_layers is 'x' in FILE; allowed are positive"),
         ("config.json", settings(num_attention_heads=0), "num_attention_heads is 0 in FILE; allowed are positive"),
         ("config.json", settings(hidden_size=True), "hidden_size is True in FILE; allowed are positive"),
+        (
+            "config.json",
+            settings(pad_token_id=1 << 20),
+            "pad_token_id is 1048576 in FILE; allowed are 0 to 4095, by its",
+        ),
         ("tokenizer_config.json", "[]", "cannot read FILE: it is not a JSON object"),
         ("generation_config.json", '{"eos', "cannot read FILE: Unterminated string"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x' in FILE; allowed are"),

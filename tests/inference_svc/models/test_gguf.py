@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -329,6 +330,31 @@ def test_metadata_that_describe_no_model_are_refused_in_one_line(
     with pytest.raises(ModelUnsupported, match=r"describes no model that transformers can build: \w+: .*") as caught:
         load(str(file))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [320, 2**32 - 1])
+@pytest.mark.parametrize(
+    ("case", "key"), [("qwen2", "bos"), ("qwen2", "padding"), ("qwen2", "eos"), ("gemma3", "unknown")]
+)
+def test_a_special_token_beyond_the_vocabulary_is_refused(tmp_path: Path, case: str, key: str, token: int) -> None:
+    file, _ = model_file(tmp_path, case)
+    data, name = file.read_bytes(), f"tokenizer.ggml.{key}_token_id"
+    at = data.index(name.encode()) + len(name) + 4
+    file.write_bytes(data[:at] + token.to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ModelUnsupported, match=f"has {name} {token}; allowed are 0 to 319, the ids of its tokens"):
+        load(str(file))
+
+
+@pytest.mark.parametrize("key", ["general.alignment", "split.count"])
+@pytest.mark.parametrize("value", [[32], "x"])
+def test_an_integer_of_another_type_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    writer = small(tmp_path / "model.gguf")
+    writer.add_array(key, value) if isinstance(value, list) else writer.add_string(key, value)
+    finish(writer)
+    with pytest.raises(
+        ModelUnsupported, match=f"damaged: its {key} is {re.escape(repr(value))}; allowed is an integer"
+    ):
+        load(str(tmp_path / "model.gguf"))
 
 
 def test_damaged_files_are_refused_wherever_they_end(tmp_path: Path) -> None:

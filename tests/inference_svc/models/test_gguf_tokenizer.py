@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import structlog
+from kvsidecar.errors import ModelUnsupported
 from transformers import PreTrainedTokenizerBase
 
 from inference_svc.models.gguf.gguf_file import read_gguf
@@ -94,3 +95,8 @@ def test_a_prompt_begins_with_bos_if_the_file_or_its_kind_says_so(
 def test_a_word_of_the_vocabulary_needs_no_merges(tmp_path: Path, pre: str, tokens: list[str]) -> None:
     """The first merge takes the letters that the other two need."""
     assert tokenizer_with(tmp_path, pre, ("h e", "t h", "th e")).tokenize("the") == tokens
+
+
+def test_merges_of_unknown_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=r"a tokenizer that transformers cannot read: .* out of vocabulary"):
+        tokenizer_with(tmp_path, "qwen2", ("t he",))
