@@ -23,13 +23,14 @@ DTYPES: dict[str, DataType.ValueType] = {
 def geometry_of(name: str, dtype: str) -> Geometry:
     """Return the geometry of a model's 16-bit chunks. Raises ModelUnsupported.
 
-    ``dtype`` is the type that the model computes in; ``auto`` is the checkpoint's dtype.
+    ``dtype`` is the type that the model computes in; ``auto`` is the checkpoint's dtype, as the loader chooses it.
     """
-    values = _values(name)
-    values = values.get("text_config") or values
-    if dtype == "auto":
-        dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     try:
+        values = _values(name)
+        values |= values.get("text_config") or {}
+        if dtype == "auto":
+            stored = values.get("dtype") or values.get("torch_dtype")
+            dtype = stored if stored in DTYPES else "float32"
         heads = int(values["num_attention_heads"])
         return Geometry(
             int(values["num_hidden_layers"]),
@@ -44,7 +45,7 @@ def geometry_of(name: str, dtype: str) -> Geometry:
 
 def _values(name: str) -> dict[str, Any]:
     if name.startswith(PREFIX):
-        return values_of(name)
+        return {"dtype": "bfloat16", **values_of(name)}
     found = resolve(name)
     return _of_gguf(found) if found.is_file() else _of_folder(found)
 
@@ -67,6 +68,6 @@ def _of_gguf(path: Path) -> dict[str, Any]:
         "num_hidden_layers": file.need("block_count"),
         "num_attention_heads": file.need("attention.head_count"),
         "num_key_value_heads": file.get("attention.head_count_kv"),
-        "head_dim": file.get("attention.key_length"),
-        "hidden_size": file.need("embedding_length"),
+        "head_dim": file.head_dim,
+        "dtype": file.dtype,
     }

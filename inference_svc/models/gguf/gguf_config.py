@@ -74,9 +74,6 @@ def config_of(file: GgufFile) -> Any:
 
 def _settings(file: GgufFile, kind: GgufArchitecture) -> dict[str, Any]:
     heads, width = _number(file, "attention.head_count"), _number(file, "embedding_length")
-    head_dim = file.get("attention.key_length") or width // heads
-    if file.architecture == "llama":
-        head_dim = file.get("attention.key_length") or file.get("rope.dimension_count") or head_dim
     if "token_embd.weight" not in file.tensors:
         raise ModelUnsupported(f"{file.path} has no token_embd.weight: it holds no language model, or a part of one")
     rows = file.tensors["token_embd.weight"].shape[0]
@@ -88,12 +85,12 @@ def _settings(file: GgufFile, kind: GgufArchitecture) -> dict[str, Any]:
         "num_hidden_layers": _number(file, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
-        "head_dim": int(head_dim),
+        "head_dim": file.head_dim,
         "max_position_embeddings": _number(file, "context_length"),
         "rms_norm_eps": file.need("attention.layer_norm_rms_epsilon"),
         "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, int(head_dim)),
+        "rope_parameters": _rope(file, file.head_dim),
         **{name: tokens[key] for name, key in _TOKENS.items()},
     }
     return values | _OWN.get(file.architecture, _nothing)(file, values)

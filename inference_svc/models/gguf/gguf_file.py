@@ -80,6 +80,21 @@ class GgufFile:
         """Names of the quantizations in the file."""
         return {t.kind.name for t in self.tensors.values()}
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights: bfloat16 when they are quantized."""
+        if self.kinds <= {"F32"}:
+            return "float32"
+        return "float16" if self.kinds <= {"F32", "F16"} else "bfloat16"
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head. Raises ModelUnsupported if the file does not tell."""
+        found = self.get("attention.key_length")
+        if self.architecture == "llama":
+            found = found or self.get("rope.dimension_count")
+        return int(found or self.need("embedding_length") // self.need("attention.head_count"))
+
     def packed(self, tensor: TensorInfo) -> NDArray[np.uint8]:
         """A tensor's bytes ``[rows, bytes of a row]``, memory-mapped: only the parts that are read use memory."""
         rows = prod(tensor.shape[:-1])

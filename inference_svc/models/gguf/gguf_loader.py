@@ -62,7 +62,7 @@ def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
         config_of(file)  # refuse an unsupported model before reading gigabytes for a checksum
         log.info("reading the file's checksum", file=str(path), size=format_size(path.stat().st_size))
         coded = any(gguf_codes.is_coded(tensor.kind, tensor.shape) for tensor in file.tensors.values())
-        known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."), coded)
+        known = library.remember(path, file.dtype, coded)
     return GgufSource(path, getattr(torch, known.dtype), known)
 
 
@@ -76,12 +76,6 @@ def check_codes(source: GgufSource | None, name: str, device: torch.device) -> N
         raise ConfigurationError(f"weights is {CODES}, which is for CPUs, and the device is {device}; use auto")
     if quantized_gemm.kernel() is None:
         raise ConfigurationError(f"weights is {CODES}, but {loaded_library().why}; allowed are auto and 16")
-
-
-def _own_dtype(file: GgufFile) -> torch.dtype:
-    if file.kinds <= {"F32"}:
-        return torch.float32
-    return torch.float16 if file.kinds <= {"F32", "F16"} else torch.bfloat16
 
 
 def convert_gguf(

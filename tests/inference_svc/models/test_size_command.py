@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from transformers import LlamaConfig
 
 from benchmarks.node import Node
-from inference_svc.models.kv_geometry import DTYPES
+from inference_svc.models.kv_geometry import DTYPES, geometry_of
+from inference_svc.models.loader import load
+from inference_svc.models.model_resolver import DEMO_MODEL
+from tests.inference_svc.models.gguf_files import SHAPE, random_model, write
 
 
 def size(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +46,23 @@ def test_the_table_does_not_call_float32_16_bits() -> None:
     assert "24.0 KiB as computed" in table
     assert "at 8 bits" in table
     assert "at 16 bits" not in table
+
+
+def test_a_folder_without_a_dtype_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in settings.items() if name not in ("dtype", "torch_dtype")}
+    (folder / "config.json").write_text(json.dumps(kept))
+    assert geometry_of(str(folder), "auto") == load(str(folder), device="cpu").geometry(16)
+
+
+def test_a_gguf_file_is_planned_as_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An F32 file with 32 channels per head, which only rope.dimension_count tells."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    file = write(tmp_path / "model.gguf", "llama", random_model(LlamaConfig(**SHAPE, head_dim=32)))
+    planned_geometry = geometry_of(str(file), "auto")
+    assert planned_geometry == load(str(file), device="cpu").geometry(16)
+    assert planned_geometry.head_dim == 32
 
 
 def test_a_node_with_the_planned_sizes_keeps_all_sessions_in_memory() -> None:
