@@ -121,6 +121,12 @@ def test_systemd_waits_longer_than_a_process_drains(name: str, drain_seconds: fl
     assert float(seconds) >= drain_seconds + 10
 
 
+def test_a_daemon_that_is_killed_for_memory_does_not_take_its_parent_along() -> None:
+    """By default, systemd stops the whole unit, and the parent that counts the kill with it."""
+    lines = (DEPLOY / "systemd" / "kvsidecar-cache.service").read_text(encoding="utf-8").splitlines()
+    assert "OOMPolicy=continue" in lines
+
+
 def test_only_a_workers_unit_opens_netlink_sockets() -> None:
     opened = {unit.name for unit in UNITS if "AF_NETLINK" in unit.read_text(encoding="utf-8")}
     assert opened == {"kvsidecar-worker@.service"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ from deploy.grafana.exported import exported
 from deploy.grafana.panels import ROWS
 from deploy.prometheus import operator
 from tests.deploy import node_recording
-from tests.deploy.manifests import DEPLOY, of_kind
+from tests.deploy.manifests import BUILDS, DEPLOY, containers, of_kind
 
 RULES = [rule for group in yaml.safe_load(operator.RULES.read_text())["groups"] for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
@@ -95,6 +96,18 @@ def promtool(*arguments: str) -> None:
 def test_alerts_fire_when_they_should() -> None:
     promtool("check", "rules", "alerts.yaml")
     promtool("test", "rules", "alerts_test.yaml")
+
+
+def test_the_alert_of_kills_for_memory_finds_our_containers_in_a_cluster() -> None:
+    (rule,) = [rule for rule in ALERTS if rule["alert"] == "KVSidecarOutOfMemory"]
+    pods, names = (re.findall(rf'{label}=~"([^"]+)"', rule["expr"]) for label in ("pod", "container"))
+    assert len(pods) == 2
+    for build in BUILDS:
+        for workload in of_kind(build, "StatefulSet", "DaemonSet", "Deployment"):
+            assert all(re.fullmatch(pattern, f"{workload['metadata']['name']}-0") for pattern in pods)
+            pod = workload["spec"]["template"]["spec"]
+            long_running = [c["name"] for c in containers(pod) if "args" in c]
+            assert all(re.fullmatch(pattern, name) for pattern in names for name in long_running), long_running
 
 
 # Series of a node and of a vLLM engine, one value a minute, as their processes export them.
