@@ -52,6 +52,32 @@ def test_little_is_open_to_a_process_that_was_taken_over(units: list[Path], name
     assert done.returncode == 0, done.stdout[-200:]
 
 
+def system_calls(name: str) -> set[str]:
+    """Return the names of a set of system calls, with those of the sets in it."""
+    if not name.startswith("@"):
+        return {name}
+    members = [line.strip() for line in analyze("syscall-filter", name).stdout.splitlines()[1:]]
+    return set().union(*(system_calls(member) for member in members if member and not member.startswith("#")))
+
+
+def allowed_calls(unit: Path) -> set[str]:
+    """Return the system calls that a unit's filter allows; the first line is a list of allowed ones."""
+    allowed: set[str] = set()
+    for line in unit.read_text(encoding="utf-8").splitlines():
+        if line.startswith("SystemCallFilter="):
+            names = line.removeprefix("SystemCallFilter=")
+            found = set().union(*map(system_calls, names.removeprefix("~").split()))
+            allowed = allowed - found if names.startswith("~") else allowed | found
+    return allowed
+
+
+def test_a_daemon_may_give_its_shared_socket_to_a_group(units: list[Path]) -> None:
+    (unit,) = [unit for unit in units if unit.name == "kvsidecar-cache.service"]
+    allowed = allowed_calls(unit)
+    assert system_calls("@chown") <= allowed
+    assert not (system_calls("@privileged") - system_calls("@chown")) & allowed
+
+
 # Names of NVIDIA's character devices in /proc/devices: drivers before 545.29, and later ones.
 OLD_DRIVER = ("nvidia-frontend", "nvidia-uvm", "nvidia-caps")
 NEW_DRIVER = ("nvidia", "nvidiactl", "nvidia-uvm", "nvidia-caps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -42,6 +43,19 @@ async def test_the_shared_socket_is_for_a_group_of_guests(start: Callable[..., A
     assert await running.call("Whoami", door=SHARED) == b"guest"
     assert await running.call("Use", b"a salt that it knows", door=SHARED) == b"used"
     await refused(running.call("Stats", door=SHARED), PermissionDenied)
+
+
+async def test_a_socket_of_the_daemons_own_group_needs_no_chown(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A filter of system calls may forbid it."""
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", forbidden)
+    running = await start(shared_socket=tmp_path / "shared.sock")
+    assert await running.call("Whoami", door=SHARED) == b"guest"
 
 
 async def test_a_socket_of_a_named_group_belongs_to_it(start: Callable[..., Any], tmp_path: Path) -> None:

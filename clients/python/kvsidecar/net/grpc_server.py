@@ -308,7 +308,8 @@ def _refuse_replaceable(path: Path) -> None:
 
 def _open_to_group(path: Path, group: int) -> None:
     try:
-        os.chown(path, -1, group)
+        if path.stat().st_gid != group:
+            os.chown(path, -1, group)
     except OSError as error:
         raise ConfigurationError(
             f"cannot give {path} to the group {group}: {error.strerror}; choose a group that this user is in"
