@@ -153,6 +153,11 @@ def test_a_daemon_that_is_killed_for_memory_does_not_take_its_parent_along() -> 
     assert "OOMPolicy=continue" in lines
 
 
+def test_a_reload_reaches_who_reads_the_tenants_again() -> None:
+    signalled = {unit.name for unit in UNITS if "ExecReload=kill -HUP $MAINPID" in unit.read_text().splitlines()}
+    assert signalled == {"kvsidecar-cache.service", "kvsidecar-gateway.service"}
+
+
 def test_only_a_workers_unit_opens_netlink_sockets() -> None:
     opened = {unit.name for unit in UNITS if "AF_NETLINK" in unit.read_text(encoding="utf-8")}
     assert opened == {"kvsidecar-worker@.service"}
