@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_daemon.remote.address import parse_remote
-from tests.deploy.manifests import BUILDS, containers, pods, settings
+from tests.deploy.manifests import BUILDS, containers, of_kind, pods, settings
 
 REMOTES = [name for name in BUILDS if "remote" in name]
 
@@ -17,3 +17,31 @@ def test_the_remote_tier_is_one_server_over_tls(name: str) -> None:
     urls = {found["KVSIDECAR_CACHE_REMOTE"] for found in given if "KVSIDECAR_CACHE_REMOTE" in found}
     (address,) = map(parse_remote, urls)
     assert (address.backend, address.cluster, address.tls) == ("valkey", False, True)
+
+
+def daemon_hosts(name: str) -> list[str]:
+    """Return the names by which other pods of the namespace find daemons."""
+    most = max((scaler["spec"]["maxReplicas"] for scaler in of_kind(name, "HorizontalPodAutoscaler")), default=1)
+    found = ["kvsidecar-daemons"]
+    for workload in of_kind(name, "StatefulSet"):
+        spec = workload["spec"]
+        if "kvsidecar/daemon" in spec["template"]["metadata"]["labels"]:
+            found += [f"{workload['metadata']['name']}-{i}.{spec['serviceName']}" for i in range(most)]
+    return found
+
+
+def accepts(entry: str, host: str) -> bool:
+    """Return whether gRPC accepts a certificate's name for a host.
+
+    Releases such as 1.76, which our clients may have, match a wildcard only if a dot follows in the rest of the name.
+    """
+    rest = host.partition(".")[2]
+    return entry == host or (entry == f"*.{rest}" and "." in rest)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDS if "mtls" in name])
+def test_the_daemons_certificate_has_every_name_of_a_daemon(name: str) -> None:
+    (certificate,) = [c for c in of_kind(name, "Certificate") if c["metadata"]["name"] == "kvsidecar-cache"]
+    entries = certificate["spec"]["dnsNames"]
+    assert {"kvsidecar-daemons", "kvsidecar-nodes"} <= {s["metadata"]["name"] for s in of_kind(name, "Service")}
+    assert [host for host in daemon_hosts(name) if not any(accepts(entry, host) for entry in entries)] == []
