@@ -33,6 +33,7 @@ class Endpoint(Strict):
     port: str
     path: str = "/metrics"
     interval: Duration
+    honorLabels: bool = False
 
 
 class Endpoints(Strict):

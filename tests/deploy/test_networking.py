@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from cache_daemon.remote.address import parse_remote
+from tests.deploy import node_recording
 from tests.deploy.manifests import BUILDS, containers, of_kind, pods, settings
 
 REMOTES = [name for name in BUILDS if "remote" in name]
@@ -45,3 +49,18 @@ def test_the_daemons_certificate_has_every_name_of_a_daemon(name: str) -> None:
     entries = certificate["spec"]["dnsNames"]
     assert {"kvsidecar-daemons", "kvsidecar-nodes"} <= {s["metadata"]["name"] for s in of_kind(name, "Service")}
     assert [host for host in daemon_hosts(name) if not any(accepts(entry, host) for entry in entries)] == []
+
+
+TARGET_LABELS = {"namespace", "service", "pod", "container", "endpoint", "node"}  # the Prometheus operator adds them
+
+
+def test_prometheus_keeps_the_labels_of_processes_that_the_operator_has_too() -> None:
+    """Otherwise it renames a process's ``namespace``, which the dashboard selects by, to ``exported_namespace``."""
+    series = json.loads(node_recording.FILE.read_text(encoding="utf-8"))
+    labels = [dict(re.findall(r'(\w+)="([^"]*)"', one)) for one in series]
+    keeping = {found["instance"].partition(":")[0] for found in labels if TARGET_LABELS & found.keys()}
+    ports = {"daemon": "metrics-cache", "worker": "metrics-worker", "gateway": "http"}
+    for name in BUILDS:
+        (monitor,) = of_kind(name, "ServiceMonitor")
+        honored = {end["port"] for end in monitor["spec"]["endpoints"] if end.get("honorLabels")}
+        assert honored == {ports[process] for process in keeping}
