@@ -36,6 +36,7 @@ from cache_daemon.remote.archive_objects import SCHEME, downloaded_archive, uplo
 
 OK, CORRUPT, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
+_SECRET_FILE_VARIABLE, _AUTHORITY_VARIABLE = f"{_SECRET_VARIABLE}_FILE", "KVSIDECAR_CACHE_REMOTE_CA"
 _MIN_BUDGET_BYTES = 1 << 20
 
 app = typer.Typer(
@@ -69,11 +70,11 @@ Hashes = Annotated[
 SecretFile = Annotated[
     Path | None,
     typer.Option(
-        envvar="KVSIDECAR_CACHE_REMOTE_SECRET_FILE",
+        envvar=_SECRET_FILE_VARIABLE,
         help=f"File with the secret access key of S3; or set {_SECRET_VARIABLE}, or the AWS variables.",
     ),
 ]
-Authority = Annotated[Path | None, typer.Option(envvar="KVSIDECAR_CACHE_REMOTE_CA", help="PEM file of S3's authority.")]
+Authority = Annotated[Path | None, typer.Option(envvar=_AUTHORITY_VARIABLE, help="PEM file of S3's authority.")]
 Staging = Annotated[
     Path | None,
     typer.Option(
@@ -84,6 +85,17 @@ Staging = Annotated[
 ]
 ProgressCallback = Callable[[int, int], None]
 Carrying = Callable[[str, Callable[[], Credentials], Path | None], AbstractContextManager[Path]]
+
+
+@app.callback()
+def _without_secrets_of_another_backend() -> None:
+    """Forget the secrets of a remote tier that is no S3.
+
+    An archive's server must not get the password of a Valkey, nor is it signed by the Valkey's authority.
+    """
+    if (tier := os.environ.get("KVSIDECAR_CACHE_REMOTE", "")) and not tier.startswith(SCHEME):
+        for name in (_SECRET_VARIABLE, _SECRET_FILE_VARIABLE, _AUTHORITY_VARIABLE):
+            os.environ.pop(name, None)
 
 
 @app.command()

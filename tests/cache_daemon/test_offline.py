@@ -6,7 +6,8 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError, StoreUnavailable
 
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node
 from benchmarks.remote_servers import S3Server, why_no_s3
 from cache_daemon import offline
@@ -238,6 +240,34 @@ def test_a_folder_without_room_for_an_archive_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tier", ["valkeys://kvsidecar@valkey.example", "az://account@container", "s3://tier", ""])
+def test_an_archive_on_s3_gets_the_tiers_secret_only_if_that_is_s3_too(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Credentials] = []
+
+    @contextmanager
+    def downloaded(_url: str, credentials: Callable[[], Credentials], _staging: Path | None) -> Iterator[Path]:
+        found.append(credentials())
+        yield tmp_path / "archive.kv"
+
+    (tmp_path / "ca.crt").write_bytes(CertificateAuthority(tmp_path).ca.read_bytes())
+    (tmp_path / "own").touch(0o600)
+    (tmp_path / "own").write_text("my own")
+    monkeypatch.setattr(offline, "downloaded_archive", downloaded)
+    monkeypatch.setenv("KVSIDECAR_CACHE_REMOTE", tier)
+    for options in ((), ("--secret-file", tmp_path / "own")):
+        monkeypatch.setenv("KVSIDECAR_CACHE_REMOTE_SECRET", "the tier's")
+        monkeypatch.setenv("KVSIDECAR_CACHE_REMOTE_CA", str(tmp_path / "ca.crt"))
+        with pytest.raises(StoreUnavailable):
+            on_store("import", "s3://bucket/warm.kv", "--store", tmp_path / "store", *options)
+    if tier in ("s3://tier", ""):
+        assert [bool(one.ca) for one in found] == [True, True]
+        assert found[0].secret == "the tier's"
+    else:
+        assert found == [Credentials(), Credentials("my own")]
 
 
 def test_an_archive_on_s3_has_a_name(start: Callable[..., Node]) -> None:
