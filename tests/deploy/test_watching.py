@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cache_daemon.observability import call_metrics
 from deploy.grafana import generate
 from deploy.grafana.exported import exported
 from deploy.grafana.panels import ROWS
 from deploy.prometheus import operator
+from inference_svc.engine import engine
 from tests.deploy import node_recording
 from tests.deploy.manifests import BUILDS, DEPLOY, containers, of_kind
 
@@ -81,6 +83,16 @@ def test_the_runbook_has_one_entry_for_every_alert_and_no_other() -> None:
     for name, *cells in entries:
         assert len(cells) == 3, f"{name}: what users notice, what to look at, what to do"
         assert all(cells), name
+
+
+def test_the_health_table_names_all_limits_after_which_a_process_is_restarted() -> None:
+    page = (DEPLOY.parent / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Health\n")[2].partition("\n## ")[0]
+    (daemon,) = [line for line in table.splitlines() if line.startswith('| `""`, `kvsidecar.cache')]
+    (worker,) = [line for line in table.splitlines() if line.startswith('| `""`, `kvsidecar.inference')]
+    assert (call_metrics._INTERNAL_SHARE, call_metrics._WINDOW_SECONDS, engine._MAX_STEP_SECONDS) == (0.5, 60, 60)
+    assert f"at least {call_metrics._MIN_INTERNAL} and at least half of the calls of a method within a minute" in daemon
+    assert f"longer than a minute (on a slow machine: than {engine._MAX_STEP_RATIO:g} times" in worker
 
 
 def promtool(*arguments: str) -> None:
