@@ -32,24 +32,34 @@ BUILDS = ["base", *sorted(f"overlays/{p.name}" for p in (KUBERNETES / "overlays"
 
 @cache
 def _built(name: str) -> list[Resource]:
+    if "+" in name:
+        return combined(name)
+    return _rendered(KUBERNETES / name)
+
+
+def combined(components: str, **further: Any) -> list[Resource]:
+    """Render an overlay that has the components ``A+B`` in this order, and further fields of a Kustomization."""
+    with tempfile.TemporaryDirectory() as made:
+        return _rendered(_overlay(components, Path(made), further))
+
+
+def _rendered(folder: Path) -> list[Resource]:
     command = next((c for c in (["kustomize", "build"], ["kubectl", "kustomize"]) if shutil.which(c[0])), None)
     if command is None:
         pytest.skip("neither kustomize nor kubectl is installed")
-    with tempfile.TemporaryDirectory() as made:
-        folder = _combined(name, Path(made)) if "+" in name else KUBERNETES / name
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
-def _combined(components: str, folder: Path) -> Path:
-    """Write an overlay that has these components in this order."""
+def _overlay(components: str, folder: Path, further: dict[str, Any]) -> Path:
     above = os.path.relpath(KUBERNETES, folder)
     overlay = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [f"{above}/base"],
         "components": [f"{above}/components/{name}" for name in components.split("+")],
+        **further,
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay), encoding="utf-8")
     return folder

@@ -10,6 +10,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from kvsidecar.byte_sizes import parse_size
 from kvsidecar.cli.root_command import app
 from kvsidecar.cli.warm import texts
@@ -20,7 +21,18 @@ from cache_daemon.store import shutdown
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.custom_resources import SCHEMAS
-from tests.deploy.manifests import BUILDS, DEPLOY, WORKLOADS, Resource, containers, of_kind, pods, resources, settings
+from tests.deploy.manifests import (
+    BUILDS,
+    DEPLOY,
+    WORKLOADS,
+    Resource,
+    combined,
+    containers,
+    of_kind,
+    pods,
+    resources,
+    settings,
+)
 
 KUBERNETES = "1.34"  # the first whose resource claims are stable
 
@@ -328,6 +340,14 @@ def test_a_gateway_drains_within_its_grace_period(name: str) -> None:
             if process_of(container) == "gateway":
                 sleep = container["lifecycle"]["preStop"]["sleep"]["seconds"]
                 assert pod["terminationGracePeriodSeconds"] >= sleep + GatewayConfig().drain_seconds + 5
+
+
+def test_the_readmes_patch_puts_daemons_only_where_our_pods_run() -> None:
+    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    (block,) = [part for part in readme.split("\n\n") if part.startswith("    patches:")]
+    built = combined("node-cache", **yaml.safe_load(block))
+    chosen = [r["spec"]["template"]["spec"].get("nodeSelector") for r in built if r["kind"] in WORKLOADS]
+    assert chosen == [{"kvsidecar": "true"}] * 2
 
 
 def test_one_gpu_is_claimed_for_the_whole_pod() -> None:
