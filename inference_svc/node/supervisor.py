@@ -21,7 +21,7 @@ import structlog
 import uvloop
 from kvsidecar.cli.exec_service import of_another
 from kvsidecar.cli.flags import FlagParser, add_flags, format_flags
-from kvsidecar.cli.service_settings import configure_logging, read_settings, refuse_unknown_variables
+from kvsidecar.cli.service_settings import configure_logging, read_settings
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.http_health import health_status
@@ -35,9 +35,9 @@ from kvsidecar.process.sigint import EXIT_CODE
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.models.model_check import cuda_devices
 from inference_svc.node.daemon_settings import read_daemon_settings, remote_daemon_settings
+from inference_svc.node.gateway_settings import read_gateway_settings
 from inference_svc.node.liveness_probe import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.node.planned_memory import warn_of_planned_memory
@@ -49,6 +49,7 @@ from inference_svc.server.worker_config import ModelSettings, WorkerConfig
 log = structlog.get_logger("serve")
 
 CACHE_SOCKET = "cache.sock"
+_OF_GATEWAY = "host port log_level page otlp_endpoint default_max_tokens alias claude_names drain_seconds".split()
 _LOOK_SECONDS, _FOLDER_SECONDS = 0.1, 1.0
 
 
@@ -100,6 +101,7 @@ class Supervisor:
         self._failed: str | None = None
         self._children: list[RestartingProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
+        self._gateway = read_gateway_settings(self._explicit(*_OF_GATEWAY))
         self.cache_socket = config.runtime_dir / CACHE_SOCKET
         self.daemon_settings = (
             remote_daemon_settings() if worker.cache_address else read_daemon_settings(self._daemon_flags())
@@ -204,26 +206,26 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens", "alias", "claude_names")
-        flags |= self._explicit("drain_seconds")
+        flags |= self._explicit(*_OF_GATEWAY)
         return python_command("-m", "inference_svc", "gateway", *format_flags(flags))
 
     def _explicit(self, *names: str) -> dict[str, object]:
         """Return the settings of ``names`` that were set; each process reads the others from its environment."""
-        return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
+        return _explicit(self._config, *names)
 
     # ---- watching -------------------------------------------------------------------------------------------
 
     def _launch(
         self, name: str, command: list[str], probe: Probe | None = None, environment: Mapping[str, str] | None = None
     ) -> RestartingProcess:
+        drain_seconds = (self._gateway if name.startswith("gateway") else self._worker).drain_seconds
         child = RestartingProcess(
             name,
             command,
             probe,
             self._config.liveness_seconds,
             self._report,
-            stop_seconds=STOP_SECONDS + self._config.drain_seconds,
+            stop_seconds=STOP_SECONDS + drain_seconds,
             environment=environment or {},
         )
         self._children.append(child)
@@ -261,6 +263,10 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+def _explicit(config: ServeConfig, *names: str) -> dict[str, object]:
+    return {name: getattr(config, name) for name in names if name in config.model_fields_set}
 
 
 def _gpu_numbers(config: ServeConfig) -> list[int]:
@@ -310,6 +316,8 @@ def main(arguments: Sequence[str]) -> int:
         configure_logging(config.log_level, "serve")
         if (numbers := _gpu_numbers(config)) and "workers" not in config.model_fields_set:
             config = config.model_copy(update={"workers": len(numbers) // config.tensor_parallel_size})
+        gateway = read_gateway_settings(_explicit(config, *_OF_GATEWAY))
+        config = config.model_copy(update={"host": gateway.host, "port": gateway.port})
         raise_descriptor_limit()
         ensure_private_dir(config.runtime_dir)
         with NodeLock(config.runtime_dir) as lock:
@@ -346,11 +354,9 @@ def _browser_urls(config: ServeConfig) -> tuple[str, str]:
 def _worker_settings(config: ServeConfig) -> WorkerConfig:
     """Read the settings of the workers: environment variables, overridden by settings of the node.
 
-    Refuses unknown environment variables of workers and gateway before any process starts.
+    Raises ConfigurationError before any process starts.
     """
-    refuse_unknown_variables(GatewayConfig)
-    told = {name: getattr(config, name) for name in ModelSettings.model_fields if name in config.model_fields_set}
-    worker = read_settings(WorkerConfig, told, None)
+    worker = read_settings(WorkerConfig, _explicit(config, *ModelSettings.model_fields), None)
     daemon_address(worker)
     if worker.cache_address:
         for name in ("store", "arena_bytes", "store_bytes"):

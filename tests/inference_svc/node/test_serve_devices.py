@@ -12,9 +12,6 @@ import pytest
 from inference_svc.node import supervisor
 from inference_svc.node.restarting_process import RestartingProcess
 from inference_svc.node.supervisor import ServeConfig
-from tests.inference_svc.node import test_serve_settings
-
-serve, children = test_serve_settings.serve, test_serve_settings.children  # fixtures
 
 
 def test_gpus_are_given_to_workers_in_turn(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
