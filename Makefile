@@ -103,7 +103,7 @@ SMG     ?= 1.13.0
 test-sglang: setup $(ENGINES)/sglang-$(SGLANG)  ## Run the tests that need SGLang's own classes (40 MB, in .engines)
 	KVSIDECAR_TEST_SGLANG=$(ENGINES)/sglang-$(SGLANG) $(BIN)/python -m pytest -q tests/integrations/test_sglang.py
 
-test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)  ## Run the tests that need LMCache's own classes (320 MB, in .engines)
+test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)/.installed  ## Run the tests that need LMCache's own classes (320 MB, in .engines)
 	KVSIDECAR_TEST_LMCACHE=$(ENGINES)/lmcache-$(LMCACHE) $(BIN)/python -m pytest -q tests/integrations/test_lmcache.py
 
 test-peft: setup $(ENGINES)/peft-$(PEFT)  ## Run the tests that hold adapters against PEFT itself (12 MB, in .engines)
@@ -120,15 +120,16 @@ $(ENGINES)/sglang-$(SGLANG): $(STAMP)
 	$(FETCH) $@ --no-deps sglang==$(SGLANG)
 	@touch $@
 
-$(ENGINES)/lmcache-$(LMCACHE): $(STAMP)
+$(ENGINES)/lmcache-$(LMCACHE)/.installed: $(STAMP)
 	@# Its kernels are numba's, which must leave our numpy as it is.
-	$(FETCH) $@ --no-deps lmcache==$(LMCACHE) numba==0.68.1 llvmlite==0.50.0
-	$(FETCH) $@ aiohttp cachetools py-cpuinfo
+	$(FETCH) $(@D) --no-deps lmcache==$(LMCACHE) numba==0.68.1 llvmlite==0.50.0
+	$(FETCH) $(@D) aiohttp cachetools py-cpuinfo
 	@touch $@
 
 $(ENGINES)/peft-$(PEFT): $(STAMP)
 	@# Without what they depend on, which is here; with accelerate in it, transformers would be another one.
 	$(FETCH) $@ --no-deps peft==$(PEFT) accelerate
+	@touch $@
 
 # The oracle of quantization. Its last release was tested with transformers 4.51.3, so it has an environment of its own.
 AUTOAWQ       ?= 0.2.9

@@ -41,3 +41,36 @@ def test_an_installation_says_that_it_goes_on_and_ends_what_says_so(tmp_path: Pa
     assert not (hinted and index)
     if not index and shutil.which("nvidia-smi") is None and os.uname().sysname == "Linux":
         assert hinted
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("engine", ["lmcache", "peft"])
+def test_an_engines_folder_is_complete_after_its_last_step_and_then_stays(tmp_path: Path, engine: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "failing").touch()
+    python, log = tmp_path / "bin" / "python", tmp_path / "log"
+    # It stands for pip, whose last step fails at first, and which makes its folder at the end.
+    python.write_text(
+        f"""#!/bin/sh
+echo "$*" >> {log}
+case "$*" in *aiohttp*|*accelerate*) [ ! -e {tmp_path}/failing ] || exit 7;; esac
+case "$*" in *--target*) mkdir -p "$(echo "$*" | sed 's/.*--target //; s/ .*//')";; esac
+"""
+    )
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+
+    def installs() -> int:
+        """Make the target; return how often the last step ran, negative if make failed."""
+        log.write_text("")
+        command = ["make", f"test-{engine}", f"VENV={tmp_path}", f"ENGINES={tmp_path}/engines"]
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
+        steps = [line for line in log.read_text().splitlines() if "aiohttp" in line or "accelerate" in line]
+        return -len(steps) if made.returncode else len(steps)
+
+    assert installs() == -1
+    (tmp_path / "failing").unlink()
+    assert [installs(), installs()] == [1, 0]
+    for path in (tmp_path / "engines").rglob("*"):
+        os.utime(path, (0, 0))
+    assert [installs(), installs()] == [1, 0]
