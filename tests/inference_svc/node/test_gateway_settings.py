@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.node import free_port
+from cache_daemon.store import shutdown
+from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.node.restarting_process import STOP_SECONDS
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
@@ -49,3 +52,10 @@ def test_the_supervisor_waits_for_each_process_as_long_as_that_drains(
 
     assert asyncio.run(limits()) == [300, 200]
     assert asyncio.run(limits(drain_seconds=7.0))[0] == 7, "the node's setting goes to the gateway as a flag"
+
+
+def test_the_upgrade_page_gives_stop_the_time_that_a_node_may_drain() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations" / "upgrades.md").read_text(encoding="utf-8")
+    (seconds,) = re.findall(r"kvsidecar stop --seconds (\d+)` with the default drain", page)
+    gateway, worker = GatewayConfig().drain_seconds, WorkerConfig(model="demo").drain_seconds
+    assert float(seconds) >= gateway + worker + shutdown.SECONDS
