@@ -216,6 +216,7 @@ def test_the_durable_budget_is_kept_children_before_parents(start: Callable[...,
         parent = peer.put([i, 1, 2, 3] * 8)
         peer.put([i] * 32, start=32, parent=parent)
     node.settle()
+    durable = {c.prefix_hash for c in _list(node) if c.durable}
     stats = peer.stats()
     assert stats.durable_bytes <= 1 << 20
     assert stats.durable_evictions > 0
@@ -224,6 +225,8 @@ def test_the_durable_budget_is_kept_children_before_parents(start: Callable[...,
     node.start_daemon()
     kept = _list(node)
     keys_ = {c.prefix_hash for c in kept}
+    assert keys_ == durable, "none lost its parent"
+    assert any(c.start_position for c in kept)
     assert all(c.start_position == 0 or c.parent_prefix_hash in keys_ for c in kept)
 
 
