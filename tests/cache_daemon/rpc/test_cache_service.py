@@ -148,7 +148,7 @@ def test_a_full_arena_refuses_and_disturbs_nobody(start: Callable[..., Node]) ->
         held.append(peer.match([i]))
     reserved = peer.reserve(peer.header([999]))[0]
     assert list(peer.commit(reserved).outcomes) == [pb.COMMIT_OUTCOME_ARENA_FULL]
-    assert all(peer.view(h.matches[0]) for h in held)
+    assert all(len(h.matches) == 1 and peer.is_right([i], h) for i, h in enumerate(held))
     peer.release(held[0])
     peer.put([999])
     peer.close()
