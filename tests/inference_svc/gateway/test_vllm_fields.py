@@ -42,13 +42,15 @@ def test_a_role_that_is_no_name_is_refused(gateway: Gateway, role: Any) -> None:
 
 def test_a_member_of_a_message_that_no_api_has_changes_nothing(gateway: Gateway, two: Node) -> None:
     marked = [{**HELLO[0], "timestamp": 7, "Authorization: x\n": {"a": [1]}}]
+    header_first = [{"Authorization: x\n": 7, **HELLO[0]}]  # the log names the first one
     answers = [
         post(gateway, "/v1/chat/completions", messages=messages, return_token_ids=True).json()
-        for messages in (HELLO, marked)
+        for messages in (HELLO, marked, header_first)
     ]
-    assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
+    assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"] == answers[2]["prompt_token_ids"]
     assert two.wait_for_log('"ignored_field": "messages.timestamp"')
-    assert "Authorization: x" not in two.read_log()
+    assert two.wait_for_log('"ignored_field": "messages.other"')
+    assert two.count_in_log("Authorization: x") == 0
 
 
 @pytest.mark.parametrize(
