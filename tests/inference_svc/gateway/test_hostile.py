@@ -56,8 +56,9 @@ def connected(gateway: Gateway, said: bytes = b"") -> socket.socket:
     return made
 
 
-def posted(length: int, body: bytes) -> bytes:
-    return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % length + body
+def posted(length: int, body: bytes, request_id: str = "posted") -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {request_id}\r\n"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode() + body
 
 
 def heard(connection: socket.socket) -> bytes:
@@ -91,8 +92,12 @@ def log_of(node: Node) -> str:
 
 def test_who_breaks_off_leaves_no_traceback_and_no_prompt_in_the_log(short: Gateway, two: Node) -> None:
     body, before = json.dumps({"prompt": SECRET, "max_tokens": 2000, "ignore_eos": True}).encode(), len(log_of(two))
-    for said in (posted(500, body), posted(len(body), body), posted(len(body), body[:-1] + b"?"), b"\x16\x03" + body):
+    sent = {"cut": (500, body), "gone": (len(body), body), "bad": (len(body), body[:-1] + b"?")}
+    requests = [posted(*request, request_id=f"broken-{name}") for name, request in sent.items()]
+    for said in (*requests, b"\x16\x03" + body):
         connected(short, said).close()
+    for name in sent:
+        two.wait_for_log(f'"request_id": "broken-{name}"')
     assert httpx.post(f"{short.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
     log = log_of(two)[before:]
     assert "Traceback" not in log
