@@ -11,6 +11,8 @@ import grpc
 import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
+from kvsidecar.chunk_layout import Geometry
 
 from benchmarks.condition_wait import until
 from benchmarks.node import Node
@@ -121,17 +123,22 @@ def test_a_stalled_store_gives_back_what_it_holds(peer: Peer) -> None:
 
 
 def test_a_stalled_fetch_gives_back_what_it_holds(start: Callable[..., Node]) -> None:
-    node = start(arena_bytes="32MiB")
-    peer = Peer(node)
-    ids = list(range(4096))
-    keys_ = [peer.put([i, *ids[1:]]) for i in range(4)]
-    held = peer.stats().leases
+    node = start(arena_bytes="128MiB")
+    peer = Peer(node, geometry=Geometry(16, 4, 128, DATA_TYPE_FLOAT32, 16))
+    keys_ = [peer.put([i, *range(1, 256)]) for i in range(4)]  # 16 MiB each, more than a connection buffers
     streams = [peer.stub.Fetch(pb.FetchRequest(namespace=peer.namespace, prefix_hash=k)) for k in keys_]
+
+    def held() -> int:
+        """Leases on all chunks; those of Fetch belong to no session, so Stats does not count them."""
+        return sum(chunk.leases for chunk in peer.list_all())
+
     for stream in streams:
         next(stream)
+    time.sleep(0.5)
+    assert held() == len(streams), "each stalls"
     for stream in streams:
         stream.cancel()
-    until(lambda: peer.stats().leases == held)
+    until(lambda: held() == 0)
     peer.stub.Delete(pb.DeleteRequest())
     until(lambda: peer.stats().arena_used_bytes == 0)
     peer.close()
