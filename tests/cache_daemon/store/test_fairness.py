@@ -111,11 +111,13 @@ async def test_a_chunk_deleted_while_new_limits_are_applied_is_not_scheduled(mon
         sweep = asyncio.ensure_future(bench.store.sweep())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        assert not sweep.done()
         for chunk in list(bench.store.tiers.index):
             bench.store.tiers.remove_subtree(chunk, LossCause.DELETED)
         await sweep
         bench.clock.now += 11
         await bench.store.sweep()
+        bench.store.check_integrity()
 
 
 async def test_a_prefix_that_is_not_durable_yet_takes_at_most_half_of_the_arena() -> None:
