@@ -223,14 +223,25 @@ def test_a_socket_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
 def test_the_daemon_takes_memory_as_it_is_used(start: Callable[..., Node]) -> None:
     node = start(arena_bytes="1GiB")
 
-    def megabytes() -> float:
-        text = Path(f"/proc/{node.pid('daemon')}/smaps_rollup").read_text()
-        return next(int(x.split()[1]) for x in text.splitlines() if x.startswith("Rss:")) / 1024
+    def megabytes(mapping: str = "") -> float:
+        """Resident memory of all mappings whose line contains a text."""
+        line, kibibytes = "", 0
+        for text in Path(f"/proc/{node.pid('daemon')}/smaps").read_text().splitlines():
+            name, *values = text.split()
+            if not name.endswith(":"):
+                line = text
+            elif name == "Rss:" and mapping in line:
+                kibibytes += int(values[0])
+        return kibibytes / 1024
 
+    arena = "/memfd:kvsidecar-arena"
     assert megabytes() < 200
+    assert megabytes(arena) == 0
     peer = Peer(node)
     peer.put([1])
     until(lambda: megabytes() > 64)
+    until(lambda: megabytes(arena) >= 64)
+    assert megabytes(arena) < 200
     assert megabytes() < 300
     peer.close()
 
