@@ -80,6 +80,22 @@ def test_any_object_is_json(gateway: Gateway, streamed: bool) -> None:
     assert text.startswith("{")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_object_that_is_not_cut_off_is_whole(gateway: Gateway, two: Node, streamed: bool) -> None:
+    """The model prefers to close braces, also where none is open."""
+    (brace,) = two.client(0).tokenize("}")[-1:]
+    options: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+    options |= {"response_format": {"type": "json_object"}, "logit_bias": {str(brace): 100}}
+    if streamed:
+        parts = [part.choices[0] for part in gateway.client.chat.completions.create(stream=True, **options)]
+        text, reason = "".join(part.delta.content or "" for part in parts), parts[-1].finish_reason
+    else:
+        choice = gateway.client.chat.completions.create(**options).choices[0]
+        text, reason = choice.message.content, choice.finish_reason
+    assert reason == "stop"
+    assert isinstance(json.loads(text), dict)
+
+
 @pytest.mark.parametrize(
     ("extra", "pattern"),
     [
