@@ -155,6 +155,8 @@ def test_running_requests_end_with_it_and_others_go_on(node: Node, gateway: Gate
     assert kept[1] == want
     # A fast machine may have ended some before.
     assert set(ended) <= {"the adapter 'law' has been unloaded", ""}
+    assert len(ended) == len(streams)
+    assert any(ended)
     node.settle()
     assert sum(node.client(i).stats().running for i in range(2)) == 0
 
