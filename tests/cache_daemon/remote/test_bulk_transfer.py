@@ -134,10 +134,15 @@ async def test_who_goes_away_leaves_nothing_held() -> None:
         engine.put_gate.clear()
         pushing = asyncio.create_task(pushed(a))
         await until_async(lambda: engine.putting > 0)
+
+        def held() -> int:
+            return sum(chunk.in_use for chunk in a.bench.store.tiers.index if chunk.root == a.bench.root(SALT))
+
+        assert held() > 0
         pushing.cancel()
         await asyncio.wait({pushing})
         engine.put_gate.set()
-        assert all(not chunk.in_use for chunk in a.bench.store.tiers.index if chunk.root == a.bench.root(SALT))
+        assert held() == 0
         assert (await pushed(a)).total == 4
 
 

@@ -234,6 +234,7 @@ def test_where_the_second_branch_is_right_answers_take_fewer_passes() -> None:
         passes[branches] = model.passes
         stats = loop._speculator.stats
         assert (stats.accepted_tokens > 150) is (branches == 2)
+        assert proposer.accepted
         assert all(accepted == 0 for _, accepted in proposer.accepted), "nothing of the first path was right"
     assert passes[2] < 40 < 150 < passes[1]
 
