@@ -59,6 +59,8 @@ class PutOutcome(Enum):
 
     STORED = "stored"
     PARENT_MISSING = "parent_missing"
+    REPLACED = "replaced"
+    """A later chunk of the same group replaces it."""
     OUT_OF_SPACE = "out_of_space"
     FAILED = "failed"
     CORRUPT = "corrupt"
@@ -150,7 +152,7 @@ class DurableTier(Protocol):
     def apply(self, group: WriteGroup) -> list[PutResult]:
         """Write a group atomically; return one result per put.
 
-        Outcomes are STORED, PARENT_MISSING or CORRUPT. Raises OutOfSpace and TierFailed.
+        Outcomes are STORED, PARENT_MISSING, REPLACED or CORRUPT. Raises OutOfSpace and TierFailed.
         """
         ...
 

@@ -27,8 +27,6 @@ from cache_daemon.durable.durable_tier import (
     Loaded,
     LoadReport,
     OutOfSpace,
-    Put,
-    PutOutcome,
     PutResult,
     ReadJob,
     ReadResult,
@@ -52,7 +50,7 @@ from cache_daemon.durable.recovery import open_data
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.durable.tier_contents import TierContents, gc_paused, load_order, read_contents
-from cache_daemon.durable.write_batch import ChildIndex, EncodedChunk, WriteBatch, apply_batch, encode_chunks
+from cache_daemon.durable.write_batch import ChildIndex, WriteBatch, apply_batch, encode_chunks
 
 log = structlog.get_logger("cache_daemon")
 
@@ -214,14 +212,7 @@ class LmdbTier:
             self._write(group, changes)
             self._update_memory(group, changes)
             self._calibrate_compression(group)
-            return [self._result(put, chunk, changes) for put, chunk in zip(group.put, packed, strict=True)]
-
-    def _result(self, put: Put, chunk: EncodedChunk | None, changes: WriteBatch) -> PutResult:
-        if chunk is None:
-            return PutResult(PutOutcome.CORRUPT)
-        if put.header.prefix_hash not in changes.stored:
-            return PutResult(PutOutcome.PARENT_MISSING)
-        return PutResult(PutOutcome.STORED, chunk.record.stored_bytes)
+            return [changes.result(chunk) for chunk in packed]
 
     def _ensure_open(self) -> None:
         """Reopen the store after a failure, or when its file has shrunk. Raises TierFailed."""

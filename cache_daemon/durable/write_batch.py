@@ -9,7 +9,7 @@ from kvsidecar import keys
 
 from cache_daemon.durable import payload_codec
 from cache_daemon.durable.compression_policy import CompressionPolicy
-from cache_daemon.durable.durable_tier import Put, WriteGroup
+from cache_daemon.durable.durable_tier import Put, PutOutcome, PutResult, WriteGroup
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_env import Transaction
 from cache_daemon.durable.payload_reader import StoredEntry
@@ -79,6 +79,7 @@ class WriteBatch:
         self._entries, self._children = entries, children
         self.removed: dict[bytes, None] = {}
         self.stored: dict[bytes, EncodedChunk] = {}
+        self._replaced: set[bytes] = set()
 
     def has(self, key: bytes) -> bool:
         """Return True if the changes so far leave the chunk stored."""
@@ -90,13 +91,26 @@ class WriteBatch:
 
     def put(self, packed: EncodedChunk) -> None:
         """If a chunk's parent is stored, store the chunk and remove the chunks that it replaces."""
-        if packed.parent != packed.put.header.root and not self.has(packed.parent):
+        if not self._has_parent(packed):
             return
         for key in packed.put.replaces:
             if key != packed.key:
                 self.remove(key)
+        self._replaced.update(packed.put.replaces)
         self.removed.pop(packed.key, None)
         self.stored[packed.key] = packed
+
+    def _has_parent(self, packed: EncodedChunk) -> bool:
+        return packed.parent == packed.put.header.root or self.has(packed.parent)
+
+    def result(self, packed: EncodedChunk | None) -> PutResult:
+        """Return the result of a put after all changes; of None, the result of a corrupt chunk."""
+        if packed is None:
+            return PutResult(PutOutcome.CORRUPT)
+        if packed.key in self.stored:
+            return PutResult(PutOutcome.STORED, packed.record.stored_bytes)
+        is_replaced = packed.key in self._replaced and self._has_parent(packed)
+        return PutResult(PutOutcome.REPLACED if is_replaced else PutOutcome.PARENT_MISSING)
 
     def remove_orphans(self) -> None:
         """Remove the descendants of removed chunks."""

@@ -255,6 +255,8 @@ class Persistence:
             self._tiers.abort_write(chunk)
             if result.outcome is PutOutcome.CORRUPT:
                 self._drop_corrupt(chunk)
+            elif result.outcome is PutOutcome.REPLACED:
+                self._failed[chunk] = None  # its successor's result removes it, unless the successor has been deleted
             elif result.outcome is not PutOutcome.CANCELLED:
                 if result.outcome is PutOutcome.PARENT_MISSING:
                     self._requeue_lost(self._tiers.parent_of(chunk))

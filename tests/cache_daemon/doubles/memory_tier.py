@@ -91,7 +91,8 @@ class MemoryTier:
             stored = dict(self._stored)
             for key in group.remove:
                 stored.pop(key, None)
-            accepted = [self._put(stored, put) for put in group.put]
+            replaced: set[bytes] = set()
+            accepted = [self._put(stored, put, replaced) for put in group.put]
             _drop_orphans(stored)
             if self._max_bytes and group.put and sum(s.stored_bytes for s in stored.values()) > self._max_bytes:
                 raise OutOfSpace(f"only {self._max_bytes} bytes fit")
@@ -103,10 +104,10 @@ class MemoryTier:
                 self._notes.pop(name, None)
                 if value is not None:
                     self._notes[name] = value
-            return [_result(put, done, stored) for put, done in zip(group.put, accepted, strict=True)]
+            return [_result(put, done, stored, replaced) for put, done in zip(group.put, accepted, strict=True)]
 
     @staticmethod
-    def _put(stored: dict[bytes, _Stored], put: Put) -> PutOutcome:
+    def _put(stored: dict[bytes, _Stored], put: Put, replaced: set[bytes]) -> PutOutcome:
         header, payload = put.header, bytes(put.payload)
         if len(payload) != header.payload_bytes or keys.checksum(payload) != header.checksum:
             return PutOutcome.CORRUPT
@@ -115,6 +116,7 @@ class MemoryTier:
         for key in put.replaces:
             if key != header.prefix_hash:
                 stored.pop(key, None)
+                replaced.add(key)
         stored[header.prefix_hash] = _Stored(header, payload)
         return PutOutcome.STORED
 
@@ -145,8 +147,13 @@ def _drop_orphans(stored: dict[bytes, _Stored]) -> None:
             del stored[key]
 
 
-def _result(put: Put, outcome: PutOutcome, stored: dict[bytes, _Stored]) -> PutResult:
-    found = stored.get(put.header.prefix_hash)
-    if outcome is PutOutcome.STORED and found is None:
-        outcome = PutOutcome.PARENT_MISSING
-    return PutResult(outcome, found.stored_bytes if outcome is PutOutcome.STORED and found else 0)
+def _result(put: Put, outcome: PutOutcome, stored: dict[bytes, _Stored], replaced: set[bytes]) -> PutResult:
+    header = put.header
+    found = stored.get(header.prefix_hash)
+    if outcome is PutOutcome.STORED and found is not None:
+        return PutResult(outcome, found.stored_bytes)
+    if outcome is not PutOutcome.CORRUPT:
+        has_parent = header.parent_prefix_hash == header.root or header.parent_prefix_hash in stored
+        is_replaced = header.prefix_hash in replaced and has_parent
+        outcome = PutOutcome.REPLACED if is_replaced else PutOutcome.PARENT_MISSING
+    return PutResult(outcome)

@@ -59,6 +59,16 @@ def test_removing_a_chunk_takes_its_descendants_along(tier: LmdbTier) -> None:
     assert tier.usage().entries == 1
 
 
+def test_a_chunk_that_its_own_group_replaces_has_a_parent(tier: LmdbTier) -> None:
+    first = chunk([1])
+    old = chunk([2], first)
+    new = chunk([2, 3], first, replaces=(key_of(old),))
+    assert store(tier, first, old, new) == [STORED, PutOutcome.REPLACED, STORED]
+    assert read(tier, old, new) == [ReadResult.MISSING, ReadResult.OK]
+    without = chunk([7], chunk([8]))
+    assert store(tier, without, chunk([9], replaces=(key_of(without),))) == [PARENT_MISSING, STORED]
+
+
 def test_a_superseded_chunk_goes_only_when_its_successor_is_stored(tier: LmdbTier) -> None:
     old = chunk([1, 2])
     store(tier, old)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.condition_wait import until_async
+import pytest
+
+from benchmarks.condition_wait import until, until_async
 from cache_daemon.durable.durable_tier import WriteGroup
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.loss_cause import LossCause
@@ -98,6 +100,38 @@ async def test_what_disk_and_arena_have_lost_goes_with_its_children() -> None:
         await bench.put([2], 1, key)
         await bench.store.settle()
         assert (bench.store.stats().chunks, bench.store.stats().pending_writes) == (0, 0)
+
+
+@pytest.mark.parametrize("deleted", [False, True], ids=["", "and its successor is deleted"])
+async def test_a_chunk_that_its_own_group_replaces_is_no_sign_of_a_loss(deleted: bool) -> None:
+    disk = MemoryTier()
+    async with opened(tier=disk) as bench:
+        persistence = bench.store._persistence
+        assert persistence is not None
+        await bench.store._upkeep.stop()
+        root = bench.root()
+        key, _ = await bench.put([1])
+        other, _ = await bench.put([2], 1, key)
+        await bench.store.settle()
+        bench.store.tiers.evict_from_arena(bench.store.find(root, other), LossCause.ARENA_FULL)
+        bench.tier.hold()
+        unrelated, _ = await bench.put([9])
+        assert await asyncio.to_thread(bench.tier.wait_until_held)
+        old, _ = await bench.put([3], 1, key)
+        new, _ = await bench.put([3, 4], 1, key)
+        bench.tier.let_go()
+        if deleted:
+            until(lambda: new in disk.stored_keys())  # blocks the event loop, which does not know it yet
+            bench.store.tiers.remove_subtree(bench.store.find(root, new), LossCause.DELETED)
+        for _ in range(2):
+            await bench.store.settle()
+            persistence.retry()
+        await bench.store.settle()
+        kept = {key, other, unrelated, old if deleted else new}
+        assert {c.key for c in bench.store.tiers.index if c.disk_state is Residency.PRESENT} == kept
+        assert set(disk.stored_keys()) == kept
+        stats = bench.store.stats()
+        assert (stats.corrupt_chunks, stats.failed_writes, stats.pending_writes) == (0, 0, 0)
 
 
 async def test_during_an_outage_a_use_retries_no_failed_chunk() -> None:
