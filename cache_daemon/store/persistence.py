@@ -140,6 +140,8 @@ class Persistence:
         """
         if self._writer.hung and (given_up := self._writer.fail_queued()):
             log.error("the disk hangs; queued chunks stay in memory only", chunks=given_up)
+        if not self._is_full:  # the outage may have ended without a retry
+            self.evictor.reset_limit()
         # During an outage, one retry at a time shows whether writes succeed again.
         most = (1 if self.failing else _MAX_RETRIES_IN_FLIGHT) - self._in_flight
         if most > 0 and self._failed:

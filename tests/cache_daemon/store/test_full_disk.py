@@ -102,3 +102,27 @@ async def test_a_disk_that_refuses_removals_costs_a_tenth_of_the_chunks() -> Non
         await until_async(lambda: bench.store.stats().failed_writes >= 4, 30)
         assert bench.store.stats().durable_chunks == 18
         bench.tier.heal()  # otherwise the store waits for the disk as it closes
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["with a failed chunk", "without one"])
+async def test_the_budget_holds_again_after_an_outage_without_a_retry(
+    monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    """No retry runs while another write is in flight, or if the failed chunk has been deleted."""
+    async with opened(arena_bytes=64 * SLOT) as bench:
+        await fill_disk(bench)
+        await bench.store._upkeep.stop()
+        bench.tier.fill_up(2)
+        key, _ = await bench.put([100])
+        await until_async(lambda: bench.store.stats().failed_writes == 1)
+        bench.tier.heal()
+        if not left:
+            await bench.store.delete(bench.root(), key)
+        monkeypatch.setattr(persistence, "_FULL_SECONDS", 0.0)
+        assert bench.store._persistence is not None
+        bench.store._persistence.retry()
+        for i in range(200, 210):
+            await bench.put([i])
+        await bench.store.settle()
+        stats = bench.store.stats()
+        assert (stats.durable_evictions, stats.durable_chunks) == (2, 28 + left)
