@@ -59,7 +59,7 @@ class RemoteCoordinator:
         tiers, tier = services.tiers, settings.tier
         self._span, self._tier, self._threads = services.threads.span, tier, ThreadPoolExecutor(_THREADS, "remote")
         run_in_executor = asyncio.get_running_loop().run_in_executor
-        self._epochs = DeletionEpochs(tiers.write_note)
+        self._epochs = DeletionEpochs(tiers.write_note, tiers.index.has_chunks_of)
         self._deletions = DeletionWriter(tier, self._epochs, tiers.write_note)
         self._lookups = InflightLookups(self._deletions)
         self._write_behind = WriteBehindQueue(

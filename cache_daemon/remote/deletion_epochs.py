@@ -29,6 +29,7 @@ TOMBSTONES_PREFIX = b"remote-gone:"
 _NOTE = struct.Struct(f"<{EPOCH_BYTES}s{EPOCH_BYTES}s{EPOCH_BYTES}s?")
 _NONE = bytes(EPOCH_BYTES)
 _MAX_TENANTS = 100_000
+_MAX_EXAMINED = 4  # records that may be dropped when a full table gets another one
 # Number of digests of earlier epochs that are kept per tenant.
 _MAX_PAST = 8
 # After a loss of data, nodes write back known deletions. For this time older chunks are not written (``is_withheld``).
@@ -72,14 +73,18 @@ class _TenantRecord:
 
 
 class DeletionEpochs:
-    """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
+    """Observed deletion epochs of at most ``_MAX_TENANTS`` tenants, and of all tenants with chunks here.
 
-    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted after it was applied, so
-    that a crash leaves no deleted chunks in place. ``on_change`` holds subscribers. Used on the event loop.
+    Without the record of a tenant, this node would miss the next deletion of its chunks. ``has_chunks`` says whether
+    this node has chunks of a tenant. ``write_note(key, value)`` persists a small record; None deletes it. A change is
+    persisted after it was applied, so that a crash leaves no deleted chunks in place. ``on_change`` holds subscribers.
+    Used on the event loop.
     """
 
-    def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
-        self._write_note = write_note
+    def __init__(
+        self, write_note: Callable[[bytes, bytes | None], None], has_chunks: Callable[[bytes], bool] = lambda _: False
+    ) -> None:
+        self._write_note, self._has_chunks = write_note, has_chunks
         self.on_change: list[Callable[[bytes, EpochChange], None]] = []
         self._tenants: OrderedDict[bytes, _TenantRecord] = OrderedDict()
         self._global_digest: bytes | None = None  # None: never observed
@@ -129,11 +134,8 @@ class DeletionEpochs:
         if self.is_global_deletion_lost(epochs.global_epoch):
             return EpochChange.DELETION_LOST
         global_change = self._observe_global(epochs.global_epoch, now)
-        tenant, chunks, deletion = (
-            epoch_digest(epochs.tenant_epoch),
-            epoch_digest(epochs.chunks_epoch),
-            is_deletion_epoch(epochs.tenant_epoch),
-        )
+        tenant, chunks = epoch_digest(epochs.tenant_epoch), epoch_digest(epochs.chunks_epoch)
+        deletion = is_deletion_epoch(epochs.tenant_epoch)
         before = self._tenants.get(root)
         if before is None or before.global_digest != self._global_digest:
             # A deletion of everything includes deletions of single chunks.
@@ -158,10 +160,8 @@ class DeletionEpochs:
         if change is EpochChange.CHUNKS_DELETED:
             after.unsure_until = after.unapplied_since = now
         elif change is EpochChange.EPOCH_LOST:
-            after.lost_at, after.chunks_digest = (
-                now,
-                after.chunks_digest if before is None else before.chunks_digest,
-            )  # the next comparison reports it as a change
+            after.lost_at = now  # the next comparison reports deletions of chunks
+            after.chunks_digest = after.chunks_digest if before is None else before.chunks_digest
         elif change is EpochChange.TENANT_DELETED:
             after.deleted_at = after.unapplied_since = now
             after.chunks_digest, after.tombstones = chunks, set()
@@ -189,22 +189,30 @@ class DeletionEpochs:
 
     def _adopt_global(self, value: bytes, epoch: bytes | None) -> None:
         self._past_global_digests = _append_digest(self._past_global_digests, self._global_digest or b"")
-        self._global_digest, self._global_deletion_epoch = (
-            value,
-            epoch if epoch is not None and is_deletion_epoch(epoch) else b"",
-        )
+        self._global_digest = value
+        self._global_deletion_epoch = epoch if epoch is not None and is_deletion_epoch(epoch) else b""
 
     def _remember(self, root: bytes, record: _TenantRecord) -> None:
         before = self._tenants.get(root)
         if before is not None and before.tombstones and not record.tombstones:
             self._write_note(TOMBSTONES_PREFIX + root, None)
+        elif before is None:
+            self._drop_oldest()
         self._tenants[root] = record
         self._tenants.move_to_end(root)
         self._persist(root)
-        if len(self._tenants) > _MAX_TENANTS:
+
+    def _drop_oldest(self) -> None:
+        """Drop tenants without chunks from a full table, least recently observed first."""
+        for _ in range(min(_MAX_EXAMINED, len(self._tenants))):
+            if len(self._tenants) < _MAX_TENANTS:
+                return
             oldest, gone = self._tenants.popitem(last=False)
-            self._forgotten_deleted_at = max(self._forgotten_deleted_at, gone.deleted_at, gone.unsure_until)
-            self._erase(oldest)
+            if self._has_chunks(oldest):
+                self._tenants[oldest] = gone
+            else:
+                self._forgotten_deleted_at = max(self._forgotten_deleted_at, gone.deleted_at, gone.unsure_until)
+                self._erase(oldest)
 
     # ---- deletions ------------------------------------------------------------------------------------------
 
@@ -321,9 +329,8 @@ class DeletionEpochs:
         record = self._tenants[root]
         if not record.unapplied_since:
             value = _NOTE.pack(record.global_digest, record.tenant_digest, record.chunks_digest, bool(record.lost_at))
-            self._write_note(
-                NOTE_PREFIX + root, value + (record.deletion_epoch or _NONE) + b"".join(record.past_digests)
-            )
+            value += (record.deletion_epoch or _NONE) + b"".join(record.past_digests)
+            self._write_note(NOTE_PREFIX + root, value)
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Restore a deletion record that an earlier run stored; remove it if it is unreadable.
@@ -342,11 +349,8 @@ class DeletionEpochs:
             return
         epoch, past = (_read(rest[0]), tuple(rest[1:])) if rest else (b"", ())
         if not root:
-            self._global_digest, self._global_deletion_epoch, self._past_global_digests = (
-                _read(value[:size]),
-                epoch,
-                past,
-            )
+            self._global_digest = _read(value[:size])
+            self._global_deletion_epoch, self._past_global_digests = epoch, past
             return
         global_change, tenant, chunks, lost = _NOTE.unpack(value[:size])
         since = time.monotonic() if lost else 0.0

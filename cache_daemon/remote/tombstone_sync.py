@@ -64,6 +64,7 @@ class TombstoneApplier:
         self._next_poll_at = 0.0
         self._written_back: dict[bytes, float] = {}  # time of the last write-back (monotonic), by root
         deleter.tiers.on_indexed.append(self._on_indexed)
+        deleter.tiers.on_unindexed.append(self._on_unindexed)
         epochs.on_change.append(self.on_epoch_change)
 
     def _on_indexed(self, chunk: Chunk) -> None:
@@ -74,6 +75,10 @@ class TombstoneApplier:
         if chunk.root not in self._epochs:
             self._unseen_tenants[chunk.root] = None
             self._wake.set()
+
+    def _on_unindexed(self, chunk: Chunk) -> None:
+        if not self._index.has_chunks_of(chunk.root):
+            self._unseen_tenants.pop(chunk.root, None)
 
     def on_epoch_change(self, root: bytes, change: EpochChange) -> None:
         """Schedule the local deletion of chunks that another node has deleted."""
@@ -115,7 +120,7 @@ class TombstoneApplier:
         """Forget tenants that no longer have chunks on this node."""
         yield_timer = YieldTimer()
         for root in self._epochs:
-            if not self._index.page_of_root(root, b"", 1):
+            if not self._index.has_chunks_of(root):
                 self._epochs.forget(root)
             await yield_timer.maybe_yield()
 
@@ -160,7 +165,7 @@ class TombstoneApplier:
             after = roots[-1] if len(roots) == _TENANTS_PER_READ else None
         # Tenants that were deleted have no chunks here, so the loop above skips them. Their epochs show whether the
         # backend lost the deletion.
-        deleted = [root for root in self._epochs.tenants_with_deletions() if not self._index.page_of_root(root, b"", 1)]
+        deleted = [root for root in self._epochs.tenants_with_deletions() if not self._index.has_chunks_of(root)]
         for at in range(0, len(deleted), _TENANTS_PER_READ):
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
 

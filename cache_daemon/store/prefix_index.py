@@ -164,6 +164,10 @@ class PrefixIndex:
         first = keys.bisect_right(after)
         return [self._chunks[key] for key in keys[first : first + limit]]
 
+    def has_chunks_of(self, root: bytes) -> bool:
+        """Return True if a tenant has chunks."""
+        return root in self._sorted
+
     def roots_from(self, first: bytes) -> Iterator[bytes]:
         """Yield all roots that have chunks, in order, beginning at ``first``."""
         found: Iterator[bytes] = self._sorted.irange(first)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from kvsidecar import keys
 
 from benchmarks.condition_wait import until_async
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.backend import Item, RemoteFailed
+from cache_daemon.store.loss_cause import LossCause
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt
 from tests.cache_daemon.remote.test_tombstone_sync import SOON, delete
@@ -69,3 +71,18 @@ async def test_a_tenants_marks_are_seen_as_soon_as_it_has_something_here() -> No
         await until_async(lambda: b.bench.root() in b.remote._epochs, SOON)
         await a.bench.store.delete(a.bench.root(), b"")
         await until_async(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)
+
+
+async def test_tenants_that_have_nothing_here_any_more_do_not_wait_for_the_end_of_an_outage() -> None:
+    engine = Slow()
+    async with node(engine) as b:
+        await until_async(lambda: b.remote._tombstones._last_poll is not None, SOON)
+        engine.fails = True
+        for salt in (b"stays", b"goes"):
+            await b.read(prompt(2), salt)
+        assert len(b.remote._tombstones._unseen_tenants) == 2
+        chunk = b.bench.store.find(b.bench.root(b"goes"), keys.prefix_hash(b.bench.root(b"goes"), prompt(1)))
+        b.bench.store.tiers.remove_subtree(chunk, LossCause.EXPIRED)
+        assert list(b.remote._tombstones._unseen_tenants) == [b.bench.root(b"stays")]
+        engine.fails = False
+        await until_async(lambda: b.bench.root(b"stays") in b.remote._epochs, SOON)

@@ -239,6 +239,27 @@ async def test_what_was_deleted_elsewhere_is_remembered_among_many_tenants(monke
         assert (await a.ask(prompt(2, 4)))[0] == 2 * CHUNK, "what came after it is shared"
 
 
+async def test_deletions_of_a_tenant_with_chunks_here_are_noticed_among_many_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cache_daemon.remote.deletion_epochs._MAX_TENANTS", 2)
+    engine = InMemoryBackend()
+    async with node(engine) as a, node(engine) as b:
+        others = [b"%d" % n for n in range(12)]
+        for salt in (b"", *others[:3]):
+            await a.share(prompt(3), salt)
+            assert (await b.ask(prompt(3), salt))[0] == 3 * CHUNK
+        for salt in others[3:]:
+            await a.share(prompt(3), salt)
+            assert (await b.ask(prompt(3, 9), salt))[0] == 0
+        await a.bench.store.delete(a.bench.root(), b"")
+        await until_async(lambda: b.stats.chunks == b.stats.durable_chunks == 9)
+        assert await b.bench.found(prompt(3)) == 0
+        await b.sent()
+        assert (await a.ask(prompt(3)))[0] == 0
+        assert len(list(b.remote._epochs)) <= 6, "the others' records are dropped"
+
+
 @pytest.mark.parametrize("what", ["tenant", "everything"])
 async def test_however_often_removing_fails_a_mark_is_made_anew_once(what: str) -> None:
     """Each new one is a deletion to all other nodes, and ends what they have written meanwhile."""
