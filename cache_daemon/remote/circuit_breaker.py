@@ -60,7 +60,7 @@ class CircuitBreaker:
         self._trials.discard(call)
 
     def half_open(self) -> None:
-        """Change to half open after a successful probe."""
+        """Change to half open: a probe succeeded, or none can be sent."""
         if self.state is CircuitState.OPEN:
             self.state, self._good, self._in_a_row = CircuitState.HALF_OPEN, 0, 0
             self._trials.clear()

@@ -87,7 +87,8 @@ class RemoteCoordinator:
 
     def start(self) -> None:
         """Start the background tasks."""
-        work = (HealthProbe(self._tier).run(), self._write_behind.run(), self._tombstones.run(), self._refill.run())
+        probe = HealthProbe(self._tier, lambda: self._write_behind.has_to_write)
+        work = (probe.run(), self._write_behind.run(), self._tombstones.run(), self._refill.run())
         self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
@@ -153,8 +154,12 @@ class RemoteCoordinator:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Reason and start (monotonic seconds) of an outage for reading or writing; None while both work."""
-        for breaker in (self._tier.reads, self._tier.writes):
+        """Reason and start (monotonic seconds) of an outage for reading or writing; None while both work.
+
+        Failing writes are no outage of a node that writes nothing and has no deletions to write.
+        """
+        used = (self._tier.reads, self._tier.writes) if self._write_behind.has_to_write else (self._tier.reads,)
+        for breaker in used:
             if not breaker.allows_calls:
                 return breaker.reason, breaker.failing_since
         return None

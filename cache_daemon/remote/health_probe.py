@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -25,10 +26,14 @@ log = structlog.get_logger("cache_daemon")
 
 
 class HealthProbe:
-    """The probe of one tier. ``run`` continues until it is cancelled."""
+    """The probe of one tier. ``run`` continues until it is cancelled.
 
-    def __init__(self, tier: RemoteTier) -> None:
-        self._tier = tier
+    ``has_to_write`` says whether this node waits to write. Otherwise the probe writes nothing, because the node may
+    only have the right to read; the next write is then the trial.
+    """
+
+    def __init__(self, tier: RemoteTier, has_to_write: Callable[[], bool]) -> None:
+        self._tier, self._has_to_write = tier, has_to_write
         self._connected = False
         self._is_reported_down = False  # the outage is logged
 
@@ -64,7 +69,8 @@ class HealthProbe:
             return
         if not tier.writes.allows_calls and tier.reads.allows_calls:
             try:
-                await tier.probe_write(_PROBE_TIMEOUT_SECONDS)
+                if self._has_to_write():
+                    await tier.probe_write(_PROBE_TIMEOUT_SECONDS)
             except RemoteFailed as error:
                 tier.writes.record_failure(str(error))
                 return

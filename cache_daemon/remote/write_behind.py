@@ -102,6 +102,11 @@ class WriteBehindQueue:
         return self._policy.write != "never"
 
     @property
+    def has_to_write(self) -> bool:
+        """Return True if this node writes chunks without a command, or has deletions to write."""
+        return self.is_writing or len(self._deletions) > 0
+
+    @property
     def pending(self) -> int:
         """Number of chunks queued or being written."""
         return len(self._queue) + self._num_in_flight

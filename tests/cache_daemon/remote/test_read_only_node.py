@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Sequence
 
@@ -134,3 +135,37 @@ async def test_a_node_that_cannot_write_pulls_a_tenant() -> None:
         async for progress in b.remote.transfer.pull(b.bench.root(), keys.tenant_id(b""), session.geometry):
             last = progress
         assert (last.chunks, last.lost) == (3, 0)
+
+
+async def test_a_node_that_only_reads_tries_no_write_until_it_has_to() -> None:
+    """It may have no right to write. A deletion needs it, and shows that it is missing."""
+    engine = InMemoryBackend()
+    of_b = ReadOnly(engine)
+    of_b.refuses = True
+    async with node(engine) as a, node(of_b, write="never") as b:
+        await a.share(prompt(3))
+        assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
+        await asyncio.sleep(1.2)  # two probes
+        assert (b.stats.remote_failing, b.stats.remote_failures, of_b.num_refused) == ("", 0, 0)
+        await b.bench.store.delete(b.bench.root(), b"")
+        await until_async(lambda: b.stats.remote_failing == "the server is full")
+        tried = of_b.num_refused
+        await until_async(lambda: of_b.num_refused > tried + 1)
+        of_b.refuses = False
+        await until_async(lambda: b.stats.remote_deletions == 0 and not b.stats.remote_failing, SOON)
+        assert (await a.ask(prompt(3, 5)))[0] == 0
+
+
+async def test_a_node_that_only_reads_pushes_after_an_outage() -> None:
+    engine = InMemoryBackend()
+    of_b = ReadOnly(engine)
+    async with node(of_b, write="never") as b:
+        await refuse_writes(b, of_b)
+        assert b.stats.remote_failing == ""
+        of_b.refuses = False
+        await until_async(lambda: b.tier.writes.allows_calls)
+        assert not [name for name in engine.values if name.endswith("probe")]
+        await b.read(prompt(3))
+        async for progress in b.remote.transfer.push(list(b.bench.store.tiers.index)):
+            last = progress
+        assert last.chunks == 3
