@@ -41,6 +41,7 @@ class _Entry:
     policies: tuple[EvictionPolicy, ...]  # the partition's, and the tenant's second one
     size_bytes: int
     parent: Chunk | None
+    parent_entry: _Entry | None  # in this tier; the parent may leave the tier and enter it again before its children
     children: int = 0  # number of children in this tier
     protected: bool = False  # protected even without children
     unevictable: bool = False
@@ -68,12 +69,13 @@ class TierQuotas:
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
         """Add a chunk; if this tier has its parent, the parent was added before."""
         part = self._partition_of(chunk.tenant, chunk.low_priority)
-        place = self._entries[chunk] = _Entry(part, self._policies_of(part, chunk.tenant), size_bytes, parent)
+        above = self._entries.get(parent) if parent is not None else None
+        place = self._entries[chunk] = _Entry(part, self._policies_of(part, chunk.tenant), size_bytes, parent, above)
         part.used_bytes += size_bytes
         self.used_bytes += size_bytes
         for policy in place.policies:
             policy.insert(chunk, parent, chunk.hits)
-        self._count_child(parent, 1)
+        self._count_child(place, 1)
 
     def remove(self, chunk: Chunk) -> None:
         """Remove a chunk; ignore an unknown chunk."""
@@ -83,7 +85,7 @@ class TierQuotas:
             self.used_bytes -= place.size_bytes
             for policy in place.policies:
                 policy.remove(chunk)
-            self._count_child(place.parent, -1)
+            self._count_child(place, -1)
 
     def resize(self, chunk: Chunk, size_bytes: int) -> None:
         """Correct the size of a chunk."""
@@ -128,12 +130,12 @@ class TierQuotas:
             place.protected = kept
             self._update_evictable(chunk, place)
 
-    def _count_child(self, parent: Chunk | None, by: int) -> None:
-        """Add to the number of children of a parent in this tier."""
-        place = self._entries.get(parent) if parent is not None else None
-        if parent is not None and place is not None:
-            place.children += by
-            self._update_evictable(parent, place)
+    def _count_child(self, child: _Entry, by: int) -> None:
+        """Add to the number of children of a child's parent, if the parent's entry is still in this tier."""
+        parent, above = child.parent, child.parent_entry
+        if parent is not None and above is not None and self._entries.get(parent) is above:
+            above.children += by
+            self._update_evictable(parent, above)
 
     @staticmethod
     def _update_evictable(chunk: Chunk, place: _Entry) -> None:

@@ -144,3 +144,26 @@ async def test_during_an_outage_a_use_retries_no_failed_chunk() -> None:
         await bench.store.settle()
         assert bench.store.stats().failed_writes == 1
         bench.tier.heal()
+
+
+async def test_a_parent_that_is_written_again_during_the_write_of_its_child_is_no_victim_before_it() -> None:
+    async with opened() as bench:
+        tiers, persistence = bench.store.tiers, bench.store._persistence
+        assert persistence is not None
+        assert tiers.disk_quotas is not None
+        await bench.store._upkeep.stop()
+        key, _ = await bench.put([1])
+        await bench.store.settle()
+        bench.tier.hold()
+        child, _ = await bench.put([2], 1, key)
+        assert await asyncio.to_thread(bench.tier.wait_until_held)
+        parent = bench.store.find(bench.root(), key)
+        tiers.abort_write(parent)
+        tiers.begin_write(parent, 4096)
+        tiers.finish_write(parent, 4096)
+        bench.tier.fail_applies(2)
+        bench.tier.let_go()
+        await until_async(lambda: bench.store.stats().failed_writes == 1)
+        persistence.retry()
+        await until_async(lambda: bench.store.find(bench.root(), child).disk_state is Residency.PRESENT)
+        assert [chunk.key for chunk in tiers.disk_quotas.all_victims()] == [child]
