@@ -95,7 +95,8 @@ class GatewayConfig(ServiceSettings):
     the first load of a model."""
     worker_start_seconds: float = Field(default=600.0, ge=0)
     """Maximum time for which a request waits while the supervisor of kvsidecar serve reports that it is restarting a
-    worker. With --nodes, a request waits while no node is up and a node reports that it is starting a worker."""
+    worker. After such a restart, a request waits for the worker for at least 10 s more. With --nodes, a request waits
+    while no node is up and a node reports that it is starting a worker."""
     supervisor_dir: Path | None = None
     """The runtime folder of the node. kvsidecar serve sets it for its gateway."""
     otlp_endpoint: str = ""

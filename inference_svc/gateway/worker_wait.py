@@ -17,13 +17,16 @@ from inference_svc.gateway.http_tracing import current_span
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 _MAX_WAITING, _POLL_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
+# The gateway notices a started worker later than the supervisor does. On a busy machine, polls may time out before.
+_NOTICE_SECONDS = 10.0
 
 
 class WorkerWait:
     """Picks workers; if all workers are down and one was up before, waits for a restart.
 
     A request waits for at most ``worker_wait_seconds``. While the supervisor reports that it is starting a worker, this
-    time does not run, but for at most ``worker_start_seconds``. Runs on the event loop.
+    time does not run, but for at most ``worker_start_seconds``. After a start, a request waits at least 10 s more, so
+    that the gateway notices the worker. Runs on the event loop.
     """
 
     def __init__(self, router: WorkerRouter, config: GatewayConfig) -> None:
@@ -43,7 +46,7 @@ class WorkerWait:
             if not self._router.was_up or self._num_waiting >= _MAX_WAITING or max_seconds == 0:
                 raise
         began, waiting_since = time.perf_counter(), time.monotonic()
-        starting_until = waiting_since
+        waiting_until = waiting_since + self._config.worker_wait_seconds
         self._num_waiting += 1
         try:
             while True:
@@ -53,9 +56,8 @@ class WorkerWait:
                 except Unavailable:
                     now = time.monotonic()
                     if self.is_starting() and now - waiting_since < self._config.worker_start_seconds:
-                        starting_until = now  # the gateway notices a worker slightly later than the supervisor
-                    waited = now - waiting_since
-                    if now - starting_until >= self._config.worker_wait_seconds or waited >= (max_seconds or inf):
+                        waiting_until = now + max(self._config.worker_wait_seconds, _NOTICE_SECONDS)
+                    if now >= min(waiting_until, waiting_since + (max_seconds or inf)):
                         raise
         finally:
             self._num_waiting -= 1

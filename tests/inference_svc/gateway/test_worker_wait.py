@@ -20,7 +20,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
-from kvsidecar.process.node_report import STATE
+from kvsidecar.process.node_report import SERVING, STARTING, STATE
 
 from inference_svc.gateway.client_disconnect import ClientDisconnected, cancel_on_disconnect
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -81,9 +81,15 @@ Ask = Callable[..., Awaitable[httpx.Response]]
 
 
 @asynccontextmanager
-async def serving(*workers: Worker, wait_seconds: float = WAIT_SECONDS, up: bool = True) -> AsyncIterator[Ask]:
+async def serving(
+    *workers: Worker, wait_seconds: float = WAIT_SECONDS, up: bool = True, supervisor_dir: Path | None = None
+) -> AsyncIterator[Ask]:
     targets = ",".join(str(worker.target) for worker in workers)
-    app = create_app(GatewayConfig(workers=targets, cache_socket=None, worker_wait_seconds=wait_seconds))
+    app = create_app(
+        GatewayConfig(
+            workers=targets, cache_socket=None, worker_wait_seconds=wait_seconds, supervisor_dir=supervisor_dir
+        )
+    )
     async with AsyncExitStack() as stack:
         for worker in workers:
             if up:
@@ -100,6 +106,12 @@ async def serving(*workers: Worker, wait_seconds: float = WAIT_SECONDS, up: bool
             return await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, **options})
 
         yield ask
+
+
+def report(folder: Path, state: str) -> None:
+    """Report a worker's state as its supervisor does: this process's parent."""
+    reports = {"pid": os.getppid(), "processes": {"worker-0": {"state": state}}}
+    (folder / STATE).write_text(json.dumps(reports))
 
 
 def text(answer: httpx.Response) -> str:
@@ -159,6 +171,23 @@ async def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         await worker.stop()
         asked = asyncio.create_task(ask())
         await asyncio.sleep(0.5)
+        assert not asked.done()
+        await worker.start()
+        assert text(await asked) == "abc"
+
+
+async def test_a_request_waits_for_a_worker_that_starts_until_the_gateway_notices_it(tmp_path: Path) -> None:
+    """Also if it would wait for no other worker. The supervisor's report is ahead of the gateway's polls."""
+    worker = Worker(tmp_path / "0")
+    report(tmp_path, STARTING)
+    async with serving(worker, wait_seconds=0, supervisor_dir=tmp_path) as ask:
+        assert text(await ask()) == "abc"
+        await worker.stop()
+        asked = asyncio.create_task(ask())
+        await asyncio.sleep(1)
+        assert not asked.done()
+        report(tmp_path, SERVING)
+        await asyncio.sleep(1.5)  # the gateway reads the report at most every half second
         assert not asked.done()
         await worker.start()
         assert text(await asked) == "abc"
@@ -285,10 +314,9 @@ async def test_whatever_ends_one_of_several_answers_ends_the_request(tmp_path: P
 
 
 async def test_a_node_tells_the_fleet_that_a_worker_is_being_started(tmp_path: Path) -> None:
-    """As its supervisor, this process's parent here, says."""
+    """As its supervisor says."""
     worker = Worker(tmp_path / "0")
-    state = {"pid": os.getppid(), "processes": {"worker-0": {"state": "starting"}}}
-    (tmp_path / STATE).write_text(json.dumps(state))
+    report(tmp_path, STARTING)
     config = GatewayConfig(workers=str(worker.target), cache_socket=None, supervisor_dir=tmp_path)
     app = create_app(config)
     async with (
