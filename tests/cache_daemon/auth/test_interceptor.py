@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -18,6 +19,7 @@ from kvsidecar.net.grpc_server import Listener, serve_listeners
 
 from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.condition_wait import until_async
+from cache_daemon import listeners
 from cache_daemon.auth.authenticator import RefusalLog
 from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
 from cache_daemon.auth.principal import GUEST, Principal
@@ -25,6 +27,7 @@ from tests.cache_daemon.auth.conftest import ALICE, BOB, Running, refused
 from tests.cache_daemon.auth.echo import SERVICE, Echo
 
 STALL = 0.3
+LONG = 60.0  # for calls that must succeed
 
 
 def knows_friends(context: Context) -> Principal:
@@ -34,15 +37,16 @@ def knows_friends(context: Context) -> Principal:
 
 
 class Behind:
-    """An echo service behind an interceptor with short timeouts, and a channel to it."""
+    """An echo service behind an interceptor, and a channel to it."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.echo = Echo(knows_friends)
         self._stack = stack
         self.channel: grpc.aio.Channel
 
-    async def open(self, stall_seconds: float = STALL) -> Behind:
-        guard = AuthInterceptor(knows_friends, InterceptorTimeouts(call_seconds=STALL, stall_seconds=stall_seconds))
+    async def open(self, call_seconds: float = STALL, stall_seconds: float = STALL) -> Behind:
+        timeouts = InterceptorTimeouts(call_seconds=call_seconds, stall_seconds=stall_seconds)
+        guard = AuthInterceptor(knows_friends, timeouts)
         door = Listener(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
         addresses = await self._stack.enter_async_context(serve_listeners(SERVICE, [door], lambda: 0.0))
         self.channel = await self._stack.enter_async_context(
@@ -52,40 +56,61 @@ class Behind:
 
 
 @pytest.fixture
-async def behind() -> AsyncIterator[Behind]:
+async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
-        yield await Behind(stack).open()
+        yield stack
+
+
+@pytest.fixture
+async def patient(stack: AsyncExitStack) -> Behind:
+    """A service behind an interceptor with long timeouts."""
+    return await Behind(stack).open(LONG, LONG)
+
+
+@dataclass(frozen=True)
+class LateRequests(InterceptorTimeouts):
+    """Timeouts for a machine on which a request arrives late."""
+
+    request_seconds: float = LONG
+    overload_seconds: float = 2.0
+
+
+@pytest.fixture
+def late_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "InterceptorTimeouts", LateRequests)
 
 
 FRIEND = [("friend", "yes")]
 
 
-async def test_a_message_is_not_received_before_its_sender_is_known(behind: Behind) -> None:
-    call = behind.channel.unary_unary(f"/{SERVICE}/Whoami")
+async def test_a_message_is_not_received_before_its_sender_is_known(patient: Behind) -> None:
+    call = patient.channel.unary_unary(f"/{SERVICE}/Whoami")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(bytes(8 << 20), timeout=10)
     assert isinstance(from_rpc(caught.value), Unauthenticated)
-    assert behind.echo.received == []
+    assert patient.echo.received == []
     assert await call(b"small", metadata=FRIEND, timeout=10) == b"guest"
-    assert behind.echo.received == [b"small"]
+    assert patient.echo.received == [b"small"]
 
 
-async def test_a_call_without_a_message_is_refused(behind: Behind) -> None:
-    call = behind.channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
+async def test_a_call_without_a_message_is_refused(patient: Behind) -> None:
+    call = patient.channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
     await call.done_writing()
     with pytest.raises(grpc.aio.AioRpcError, match="has no message"):
         await call
 
 
-async def test_a_call_that_takes_too_long_ends(behind: Behind) -> None:
+async def test_a_call_that_takes_too_long_ends(stack: AsyncExitStack) -> None:
+    behind = await Behind(stack).open(call_seconds=3.0)
     call = behind.channel.unary_unary(f"/{SERVICE}/Sleep")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(b"30", metadata=FRIEND, timeout=10)
-    assert "longer than 0.3 s" in str(from_rpc(caught.value))
+    assert "longer than 3 s" in str(from_rpc(caught.value))
     assert await call(b"0", metadata=FRIEND, timeout=10) == b"awake"
 
 
-async def test_a_sender_that_stalls_is_not_waited_for(behind: Behind) -> None:
+async def test_a_sender_that_stalls_is_not_waited_for(stack: AsyncExitStack) -> None:
+    behind = await Behind(stack).open(stall_seconds=2.0)  # the first message arrives sooner
     call = behind.channel.stream_unary(f"/{SERVICE}/Up")(metadata=FRIEND, timeout=10)
     await call.write(b"one")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -95,7 +120,8 @@ async def test_a_sender_that_stalls_is_not_waited_for(behind: Behind) -> None:
     assert behind.echo.received == [b"one"]
 
 
-async def test_a_reader_that_stalls_is_not_waited_for_and_what_it_held_is_free(behind: Behind) -> None:
+async def test_a_reader_that_stalls_is_not_waited_for_and_what_it_held_is_free(stack: AsyncExitStack) -> None:
+    behind = await Behind(stack).open(stall_seconds=1.0)  # the first message is read sooner
     call = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"64", metadata=FRIEND, timeout=10)
     assert len(await call.read()) == 1 << 20
     async with asyncio.timeout(5):
@@ -103,21 +129,20 @@ async def test_a_reader_that_stalls_is_not_waited_for_and_what_it_held_is_free(b
     call.cancel()
 
 
-async def test_a_reader_that_goes_frees_what_it_held() -> None:
+async def test_a_reader_that_goes_frees_what_it_held(stack: AsyncExitStack) -> None:
     """At once, rather than when its time for the next message is over."""
-    async with AsyncExitStack() as stack:
-        behind = await Behind(stack).open(stall_seconds=120.0)
-        call = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"1000000", metadata=FRIEND, timeout=120)
-        assert len(await call.read()) == 1 << 20
-        call.cancel()
-        async with asyncio.timeout(30):
-            await behind.echo.closed.wait()
+    behind = await Behind(stack).open(stall_seconds=120.0)
+    call = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"1000000", metadata=FRIEND, timeout=120)
+    assert len(await call.read()) == 1 << 20
+    call.cancel()
+    async with asyncio.timeout(30):
+        await behind.echo.closed.wait()
 
 
-async def test_streams_of_both_kinds_go_through(behind: Behind) -> None:
-    call = behind.channel.stream_unary(f"/{SERVICE}/Up")(iter([b"a", b"b", b"c"]), metadata=FRIEND, timeout=10)
+async def test_streams_of_both_kinds_go_through(patient: Behind) -> None:
+    call = patient.channel.stream_unary(f"/{SERVICE}/Up")(iter([b"a", b"b", b"c"]), metadata=FRIEND, timeout=10)
     assert await call == b"3"
-    answers = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"3", metadata=FRIEND, timeout=10)
+    answers = patient.channel.unary_stream(f"/{SERVICE}/Down")(b"3", metadata=FRIEND, timeout=10)
     assert [len(a) async for a in answers] == [1 << 20] * 3
 
 
@@ -150,6 +175,7 @@ async def test_neither_logs_nor_stderr_hold_secrets(
 # ---- questions that arrive slowly ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("late_requests")
 async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_out(
     tls: Running, authority: CertificateAuthority
 ) -> None:
@@ -170,18 +196,18 @@ async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_ou
         call.cancel()
 
 
-async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> None:
+async def test_a_question_that_does_not_arrive_ends_its_call(patient: Behind) -> None:
     guard = AuthInterceptor(knows_friends, InterceptorTimeouts(request_seconds=STALL))
-    door = Listener(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    door = Listener(TcpAddress("127.0.0.1", 0), patient.echo.add_to, interceptors=(guard,))
     async with serve_listeners(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
         assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
 
 
-async def test_reflection_calls_of_one_caller_have_a_limit(behind: Behind) -> None:
+async def test_reflection_calls_of_one_caller_have_a_limit(patient: Behind) -> None:
     guard = AuthInterceptor(knows_friends, InterceptorTimeouts(max_reflections=2))
-    door = Listener(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    door = Listener(TcpAddress("127.0.0.1", 0), patient.echo.add_to, interceptors=(guard,))
     async with serve_listeners(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
         method = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         calls = [method(metadata=FRIEND, timeout=30) for _ in range(3)]
