@@ -23,8 +23,9 @@ from benchmarks.peer import Peer, payload_of
 from benchmarks.proxy import Proxy
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, prompt
+from tests.cache_daemon.rpc.test_fuzz import Bystander
 
-pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())]
 PRICE = 0.01
 # Computing a prompt of the tests takes .64 s. Nobody waits much longer than that, on a machine that does other things.
 PATIENCE = 3.0
@@ -38,6 +39,9 @@ class Fleet:
     """Two daemons, each with its own network path to one server."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.bystander = Bystander()
+        self.bystander.start()
+        stack.callback(self.bystander.over.set)
         self.server = stack.enter_context(RedisServer(folder))
         self.nodes: list[Node] = []
         self.networks: list[Proxy] = []
@@ -180,7 +184,8 @@ def test_no_fault_is_seen_and_all_heal(fleet: Fleet, fault: str) -> None:
     for node in range(2):
         stats = fleet.stats(node)
         assert stats.leases == 0
-        assert stats.loop_stall_ms < STALL_MS, "the event loop waited for the engine"
+        late_ms = fleet.bystander.late_ms  # the machine makes everybody wait that long
+        assert stats.loop_stall_ms < STALL_MS + late_ms, "the event loop waited for the engine"
     if fault != "killed server":
         assert fleet.finds(1, known, len(known))
 
