@@ -64,6 +64,7 @@ def test_a_port_where_nobody_listens() -> None:
         asyncio.run(ask(address))
 
 
+@pytest.mark.alone
 def test_a_server_that_was_away_for_long_is_found_at_once() -> None:
     """With gRPC's own options, the attempt after the one at 5 s comes at 9 s, and later ones two minutes apart."""
     port, began = free_port(), time.monotonic()

@@ -58,6 +58,7 @@ def until_answered(url: str, seconds: float) -> httpx.Response:
             time.sleep(0.05)
 
 
+@pytest.mark.alone
 def test_a_worker_that_becomes_ready_is_seen_at_once(gateway: str, tmp_path: Path) -> None:
     first = until_answered(f"{gateway}/v1/models", 90)
     for answer in (first, httpx.post(f"{gateway}/v1/chat/completions", json=CHAT, timeout=30)):
