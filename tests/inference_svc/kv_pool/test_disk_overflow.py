@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,11 @@ from inference_svc.engine import request_lifecycle
 from inference_svc.kv_pool import disk_overflow
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.sequence.sequence import FinishReason
+from inference_svc.sequence.sequence import FinishReason, SequenceState
 from inference_svc.server.python_api import Engine as Api
 from inference_svc.server.worker_metrics import WorkerCollector
 from inference_svc.server.worker_stats import worker_stats
-from tests.inference_svc.server.test_load import idle
+from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.windowed import Windowed, prompt, windowed
 
 PLAIN = "LlamaForCausalLM"
@@ -116,8 +117,12 @@ def test_an_answer_that_outgrows_the_pool_goes_on_in_the_overflow(tmp_path: Path
 def test_one_after_the_other_and_nobody_behind_them_waits(tmp_path: Path, answers: Windowed) -> None:
     prompts = [prompt(240 + i, 1500) for i in range(3)]
     engine = small(tmp_path)
-    long = [engine.request(ids, 100) for ids in prompts]
-    short = [engine.request(prompt(250 + i, 40), 5) for i in range(20)]
+
+    def submit() -> tuple[list[Request], list[Request]]:
+        long = [engine.request(ids, 100) for ids in prompts]
+        return long, [engine.request(prompt(250 + i, 40), 5) for i in range(20)]
+
+    long, short = engine.engine.between_steps(submit)  # no answer ends before the last request waits
     assert [r.tokens() for r in short] == [right(answers, prompt(250 + i, 40), 5) for i in range(20)]
     assert [r.tokens() for r in long] == [right(answers, ids, 100) for ids in prompts]
     ends = [r.sequence.timestamps.first_token_at + r.sequence.timings.decode_ms / 1e3 for r in short]
@@ -139,17 +144,33 @@ def test_what_fits_in_neither_is_refused_with_the_numbers(tmp_path: Path, answer
     engine.close()
 
 
-def test_cancelled_it_gives_its_pages_back(tmp_path: Path) -> None:
-    engine = small(tmp_path)
-    for place in ("waiting", "reading", "answering"):
-        request = engine.request(LONG, 100, write=False)
-        if place == "waiting":
-            request = engine.request(LONG, 100, write=False)
-        while place == "answering" and not request.outputs:
-            request.ended.wait(0.001)
-        engine.engine.cancel(request.sequence)
-        assert request.ended.wait(30)
-        assert request.outputs[-1].finish is FinishReason.CANCELLED
+def place_of(request: Request) -> str:
+    if request.sequence.state is SequenceState.WAITING:
+        return "waiting"
+    return "answering" if request.outputs else "reading" if request.sequence.kv.num_computed else ""
+
+
+def test_cancelled_it_gives_its_pages_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own thread cancels it between two steps, so that it cannot end before."""
+    engine, places, requests = small(tmp_path), ["waiting", "reading", "answering"], list[Request]()
+    step = engine.engine._core.step
+
+    def cancel_and_step() -> None:
+        sequence = requests[-1].sequence if requests else None
+        if sequence is not None and not sequence.cancelled.is_set() and place_of(requests[-1]) == places[0]:
+            places.pop(0)
+            engine.engine.cancel(sequence)
+        step()
+
+    def submit(count: int) -> None:
+        requests.extend(engine.request(LONG, 100, read=False, write=False) for _ in range(count))
+
+    monkeypatch.setattr(engine.engine._core, "step", cancel_and_step)
+    for count in (2, 1, 1):  # the second of two waits
+        engine.engine.between_steps(partial(submit, count))
+        assert requests[-1].ended.wait(30)
+        assert requests[-1].outputs[-1].finish is FinishReason.CANCELLED
+    assert not places
     idle(engine.engine)
     engine.engine.check_integrity()
     assert engine.engine.pool.free_overflow_pages == engine.engine.pool.overflow_pages

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -176,21 +177,38 @@ def test_cancelling_frees_pages_at_once() -> None:
     engine.stop()
 
 
+@contextmanager
+def held_at_first_token(request: Request) -> Iterator[None]:
+    """Let the engine's thread wait at the request's first token until the block ends."""
+    over, sink = threading.Event(), request.sequence.sink
+
+    def hold(output: SequenceOutput) -> None:
+        sink(output)
+        assert over.wait(60)
+
+    request.sequence.sink = hold
+    try:
+        yield
+    finally:
+        over.set()
+
+
 def test_what_cannot_run_is_refused() -> None:
     engine = small_engine(256, max_queue=1, max_num_seqs=1)
     running = Request(prompt(0, 100), 150)
-    engine.submit(running.sequence)
-    while not running.outputs:
-        time.sleep(0.001)
-    context = engine.loaded.context_length
-    with pytest.raises(PromptTooLong, match=f"the maximum context length is {context} with"):
-        engine.submit(Request(prompt(0, context), 1).sequence)
-    numbers = rf"256 tokens, which .* need 9 pages of 32 tokens; .* pool has 8, .* 256 .* \(of the {context} "
-    with pytest.raises(PromptExceedsPool, match=numbers) as refused:
-        engine.submit(Request(prompt(0, 256), 1).sequence)
-    assert status_of(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
-    engine.submit(Request(prompt(1, 10), 1).sequence)
-    with pytest.raises(Overloaded, match="1 requests wait"):
-        engine.submit(Request(prompt(2, 10), 1).sequence)
+    with held_at_first_token(running):
+        engine.submit(running.sequence)
+        while not running.outputs:
+            time.sleep(0.001)
+        context = engine.loaded.context_length
+        with pytest.raises(PromptTooLong, match=f"the maximum context length is {context} with"):
+            engine.submit(Request(prompt(0, context), 1).sequence)
+        numbers = rf"256 tokens, which .* need 9 pages of 32 tokens; .* pool has 8, .* 256 .* \(of the {context} "
+        with pytest.raises(PromptExceedsPool, match=numbers) as refused:
+            engine.submit(Request(prompt(0, 256), 1).sequence)
+        assert status_of(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
+        engine.submit(Request(prompt(1, 10), 1).sequence)
+        with pytest.raises(Overloaded, match="1 requests wait"):
+            engine.submit(Request(prompt(2, 10), 1).sequence)
     assert len(running.tokens()) == 150  # undisturbed
     engine.stop()
