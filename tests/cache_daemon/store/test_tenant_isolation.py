@@ -220,18 +220,19 @@ BLOCKS, PAIRS = 100, 20
 THEIRS, NOBODYS = list(range(1000, 1300)), list(range(2000, 2300))
 
 
-def deviations(peer: Peer, planted_seconds: float = 0.0) -> float:
+def deviations(peer: Peer, draw: random.Random, planted_seconds: float = 0.0) -> float:
     """Return by how many standard deviations of a fair coin one kind of miss is slower in more blocks."""
-    draw, slower = random.Random(seeds.chosen()), 0.0
+    slower = 0.0
 
     def once(ids: list[int]) -> float:
         request = pb.MatchRequest(session_id=peer.session, token_ids=ids, tenant_salt=b"bob")
+        waits_seconds = planted_seconds if ids is THEIRS else 0.0
         began = time.perf_counter()
         assert peer.stub.Match(request).matches == []
-        ended = time.perf_counter()
-        while ids is THEIRS and time.perf_counter() - ended < planted_seconds:
-            pass
-        return time.perf_counter() - began
+        answered = ended = time.perf_counter()
+        while ended - answered < waits_seconds:
+            ended = time.perf_counter()
+        return ended - began
 
     for _ in range(BLOCKS):
         theirs, nobodys = [], []
@@ -244,12 +245,17 @@ def deviations(peer: Peer, planted_seconds: float = 0.0) -> float:
 
 def test_time_does_not_tell_what_another_tenant_has(peer: Peer) -> None:
     """A prompt that another tenant has stored takes as long to miss as one that nobody has. By chance alone, 4 standard
-    deviations are seen once in 16,000 runs."""
+    deviations are seen once in 13,000 rounds, so two such rounds of one sign are a difference."""
     peer.put(THEIRS, salt=b"alice")
-    assert abs(deviations(peer)) < 4
+    draw = random.Random(seeds.chosen())
+    first = deviations(peer, draw)
+    if abs(first) >= 4:
+        second = deviations(peer, draw)
+        assert abs(second) < 4 or first * second < 0, (first, second)
 
 
 def test_a_fifth_of_a_millisecond_would_tell(peer: Peer) -> None:
     """The measure itself, with so much planted: in one of some tries, for a machine may be busy for one."""
     peer.put(THEIRS, salt=b"alice")
-    assert any(deviations(peer, planted_seconds=2e-4) > 4 for _ in range(5))
+    draw = random.Random(seeds.chosen())
+    assert any(deviations(peer, draw, planted_seconds=2e-4) > 4 for _ in range(5))
