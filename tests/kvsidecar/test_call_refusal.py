@@ -53,12 +53,12 @@ async def test_an_endpoint_refuses_calls_before_it_shuts_down_and_finishes_runni
     failures: list[grpc.RpcError] = []
     hold, arrived = asyncio.Event(), asyncio.Semaphore(0)
     other = Listener(tmp_path / "held", naming(b"held", hold, arrived))
-    endpoint = Endpoint(NAME, tmp_path / "s", others=(other,), refuse_seconds=1.0)
+    endpoint = Endpoint(NAME, tmp_path / "s", others=(other,), refuse_seconds=5.0)
     async with serve_endpoint(endpoint, naming(b""), lambda: 5.0) as (address, held):
         running = asyncio.create_task(name_at(held))
         await arrived.acquire()
         callers = [await call_until_refused(address, failures) for _ in range(8)]
-        asyncio.get_running_loop().call_later(1.5, hold.set)
+        asyncio.get_running_loop().call_later(5.5, hold.set)
         time.sleep(0.3)  # noqa: ASYNC251 - calls arrive, and the loop reads none of them
     assert await running == b"held"
     await asyncio.gather(*(asyncio.to_thread(caller.join) for caller in callers))
