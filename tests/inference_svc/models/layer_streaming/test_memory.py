@@ -110,7 +110,7 @@ def test_a_model_in_shards_is_written_out_and_run_in_the_memory_of_few_layers(
     folder, size = model
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD), str(folder), str(weights)],
-        env={**os.environ, "XDG_DATA_HOME": str(tmp_path)},
+        env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
