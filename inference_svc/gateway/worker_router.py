@@ -42,6 +42,9 @@ RECONNECT = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),
 )
+# A call beyond a connection's limit of calls waits at the client. So polls have a connection of their own: a poll that
+# waited behind answers would look like one that the worker does not answer.
+_POLL_CONNECTION = (*RECONNECT, ("grpc.use_local_subchannel_pool", 1))
 
 
 @dataclass(eq=False)
@@ -50,6 +53,7 @@ class Worker:
 
     target: str
     client: AsyncClient
+    poll_client: AsyncClient
     alive: bool = False
     down_at: float = 0.0  # monotonic time at which the worker went down
     was_up: bool = False  # the worker was alive at least once
@@ -86,10 +90,11 @@ class Worker:
             self.down(error.code().name)
 
     async def _model(self) -> pb.GetModelResponse:
-        found: pb.GetModelResponse = await self.client.stub.GetModel(
-            pb.GetModelRequest(), timeout=_POLL_TIMEOUT_SECONDS
-        )
-        return found
+        """Query a worker that is down over both connections: it is up when requests reach it, too."""
+        clients = (self.poll_client,) if self.alive else (self.poll_client, self.client)
+        calls = (client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_TIMEOUT_SECONDS) for client in clients)
+        found: list[pb.GetModelResponse] = await asyncio.gather(*calls)
+        return found[0]
 
     async def call(self, method: str, request: Any, timeout_seconds: float = _CALL_SECONDS) -> Any:
         """Call a unary method of the worker. Raises KVSidecarError."""
@@ -130,7 +135,7 @@ class WorkerRouter:
 
     def __init__(self, targets: list[str]) -> None:
         self.started = int(time.time())
-        self.workers = [Worker(t, AsyncClient(t, RECONNECT)) for t in targets]
+        self.workers = [Worker(t, AsyncClient(t, RECONNECT), AsyncClient(t, _POLL_CONNECTION)) for t in targets]
         self._worker_by_prefix: OrderedDict[bytes, Worker] = OrderedDict()
         self._pollers: list[asyncio.Task[None]] = []
         self.prepare: Prepare | None = None
@@ -142,7 +147,7 @@ class WorkerRouter:
     async def close(self) -> None:
         for poller in self._pollers:
             poller.cancel()
-        await asyncio.gather(*(w.client.close() for w in self.workers))
+        await asyncio.gather(*(client.close() for w in self.workers for client in (w.client, w.poll_client)))
 
     async def _poll(self, worker: Worker) -> None:
         while True:

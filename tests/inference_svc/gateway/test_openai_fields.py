@@ -327,7 +327,7 @@ def test_lifetimes(options: Any, retention: Any, seconds: int | None) -> None:
 def idle() -> WorkerRouter:
     """Three workers that are up, as a router sees them."""
     router = WorkerRouter([])
-    router.workers = [Worker(f"w{i}", None, alive=True) for i in range(3)]  # type: ignore[arg-type]
+    router.workers = [Worker(f"w{i}", None, None, alive=True) for i in range(3)]  # type: ignore[arg-type]
     return router
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,18 @@ SOON = 10.0
 class Worker(InferenceServiceServicer):
     """Worker that answers "abc", or dies after "ab". The test can stop it, so that it answers no call."""
 
-    def __init__(self, target: Path, dies: bool = False, model: str = "m") -> None:
+    def __init__(
+        self, target: Path, dies: bool = False, model: str = "m", options: Sequence[tuple[str, int]] = ()
+    ) -> None:
         self.target, self.dies, self.asked, self.scored, self.model = target, dies, 0, 0, model
+        self.polls, self.options = 0, options
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.died = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=self.options)
         add_InferenceServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{self.target}")
         await self._server.start()
@@ -54,6 +57,7 @@ class Worker(InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         await self.goes_on.wait()
+        self.polls += 1
         return pb.GetModelResponse(model_id=self.model)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
@@ -146,6 +150,31 @@ async def test_a_stream_at_a_worker_that_stands_still_waits_without_another_one_
         asyncio.get_running_loop().call_later(9, worker.goes_on.set)
         assert '"text":"c"' in (await ask(stream=True, model="m")).text
     assert other.asked == 0
+
+
+async def test_a_worker_with_as_many_answers_as_its_connection_takes_is_up(tmp_path: Path) -> None:
+    """The next call on that connection waits; a poll that waited behind answers would look like a lost worker."""
+
+    class Endless(Worker):
+        async def GenerateStream(
+            self, request: pb.GenerateStreamRequest, context: Any
+        ) -> AsyncIterator[pb.GenerateStreamResponse]:
+            self.asked += 1
+            await asyncio.sleep(60)
+            yield pb.GenerateStreamResponse()
+
+    worker = Endless(tmp_path / "0", options=[("grpc.max_concurrent_streams", 3)])
+    async with serving(worker) as ask:
+        asked = [asyncio.create_task(ask()) for _ in range(5)]
+        async with asyncio.timeout(SOON):
+            while worker.asked < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            before = worker.polls
+            while worker.polls < before + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await ask(path="/readyz")).status_code == 200
+        for one in asked:
+            one.cancel()
 
 
 async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:

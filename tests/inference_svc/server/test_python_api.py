@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from benchmarks.two_hosts import TlsListener
 from inference_svc import Engine
 from inference_svc.context_reuse.question import BUILT_IN, read_questions
 from inference_svc.context_reuse.verifier import Thresholds
+from inference_svc.engine.engine_stats import EngineLimits
 
 TEXT = "hello there, I would like to book a table for two people tonight. " * 20
 # On a busy machine, the daemon's answer may take longer than a user's request would wait for it.
@@ -228,3 +231,16 @@ async def test_the_async_client_streams_and_cancels(node: Node) -> None:
         async with asyncio.timeout(60):
             while (await client.stats()).cancelled != before + 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+def test_a_connection_takes_more_calls_than_requests_can_run_and_wait(node: Node) -> None:
+    """So the worker refuses those beyond its queue (429): a call beyond a connection's limit waits at the client."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(node.worker_socket(0)))
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        with client.makefile("rb") as frames:
+            head = frames.read(9)  # of the server's SETTINGS frame (RFC 9113, section 6.5)
+            settings = dict(struct.iter_unpack(">HI", frames.read(int.from_bytes(head[:3]))))
+    max_concurrent_streams = settings[3]
+    assert max_concurrent_streams > EngineLimits().max_queue + 1024  # the most of --batch-sequences

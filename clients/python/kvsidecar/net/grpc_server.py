@@ -125,6 +125,8 @@ class Endpoint:
     max_message_bytes: int = ListenerLimits.message_bytes
     health_tcp: str = ""
     others: tuple[Listener, ...] = ()
+    streams: int = ListenerLimits.streams
+    """Maximum concurrent calls on one connection."""
     refuse_seconds: float = 0.0
     """Time before the shutdown in which new calls get UNAVAILABLE, so that callers learn of it."""
 
@@ -151,7 +153,7 @@ async def serve_endpoint(
             raise ConfigurationError(f"cannot listen: {error}") from error
     listeners += endpoint.others
     listeners = [replace(listener, interceptors=(refusal, *listener.interceptors)) for listener in listeners]
-    limits = ListenerLimits(message_bytes=endpoint.max_message_bytes)
+    limits = ListenerLimits(message_bytes=endpoint.max_message_bytes, streams=endpoint.streams)
     async with serve_listeners(endpoint.service, listeners, grace_seconds, limits, health, at_once) as addresses:
         yield addresses
         await health.enter_graceful_shutdown()
