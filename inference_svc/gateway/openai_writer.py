@@ -162,11 +162,13 @@ class OpenAIWriter:
         return "function_call" if self._legacy and found == "tool_calls" else found
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
-        opened: set[int] = set()
         last: dict[int, pb.GenerateStreamResponse] = {}
+        if self._chat:  # in order: OpenAI's SDK numbers the choices of a chat in the order of their first events
+            for choice in range(self._request.num_choices):
+                yield self._chunk(ChoiceChunk(choice, first.part), {"delta": {"role": "assistant", "content": ""}})
         try:
             async for piece in self._echoed(prepend(first, pieces)):
-                for event in self._events(piece, opened, last):
+                for event in self._events(piece, last):
                     yield event
         except KVSidecarError as error:
             log_line().abort(error.reason)
@@ -178,11 +180,8 @@ class OpenAIWriter:
             yield self._bare_chunk({"usage": usage, "timings": openai_fields.timings(last[0].timings)})
         yield encode_event(b"[DONE]")
 
-    def _events(self, piece: ChoiceChunk, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
-        part, out = piece.part, []
-        if self._chat and piece.choice not in opened:
-            out.append(self._chunk(piece, {"delta": {"role": "assistant", "content": ""}}))
-        opened.add(piece.choice)
+    def _events(self, piece: ChoiceChunk, last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
+        part, out = piece.part, list[bytes]()
         if part.prompt_parts:
             out.append(self._bare_chunk(openai_fields.prompt_provenance(part)))
         returned = {"token_ids": list(part.token_ids)} if self._request.return_token_ids else {}
