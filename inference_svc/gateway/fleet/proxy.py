@@ -33,7 +33,7 @@ MAX_TRIES = 3
 # These statuses may mean that the node's workers are down; a poll tells.
 _RETRY_STATUS = frozenset({502, 503})
 _BUSY, _UNAUTHORIZED = frozenset({429, 529}), 401
-_EVENTS = "text/event-stream"
+_EVENTS, _EVENT_END = "text/event-stream", b"\n\n"
 # Wait this long for a node after the last live one has failed.
 _NO_NODE_SECONDS = 3.0
 
@@ -187,15 +187,22 @@ class _NodeRequest:
         return proxied_response(response, content)
 
     async def pieces(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the node's bytes. After a failure of the node, yield an error as the last event."""
-        summary, piece = SummaryFilter(), first
+        """Yield the node's events. After a failure of the node, yield an error as the last event.
+
+        An event is forwarded when it is whole, so that a reader never gets a part of one before the error.
+        """
+        summary, held, piece = SummaryFilter(), bytearray(), first
         try:
             while piece:
-                if passed := summary.feed(piece):
-                    yield passed
+                searched = max(len(held) - 1, 0)
+                held += summary.feed(piece)
+                if (end := held.rfind(_EVENT_END, searched)) >= 0:
+                    whole = bytes(held[: end + len(_EVENT_END)])
+                    del held[: len(whole)]
+                    yield whole
                 piece = await self._node.wait_for(anext(rest, b""), self._deadline)
-            if passed := summary.rest():
-                yield passed
+            if last := bytes(held) + summary.rest():
+                yield last
             log_line().adopt(summary.fields)
         except (*CONNECTION_ERRORS, NodeFailed, TimeoutError) as error:
             late = isinstance(error, TimeoutError)
@@ -205,7 +212,7 @@ class _NodeRequest:
                 DeadlineExceeded("the answer took too long") if late else Unavailable("the node broke off its answer")
             )
             log_line().abort(said.reason)
-            yield b"\n\n" + self._error_event(said)
+            yield self._error_event(said)
 
     @property
     def kept_headers(self) -> dict[str, str]:

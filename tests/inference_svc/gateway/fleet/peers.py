@@ -104,14 +104,13 @@ def says(body: Any, code: int = 200) -> Handler:
     return handler
 
 
-def streams(*events: str, end: bool = True) -> Handler:
-    """Send events. Without ``end``, the connection breaks after them."""
+def streams(*events: str, end: bool = True, begun: str = "") -> Handler:
+    """Send events, and the text ``begun`` after them. Without ``end``, the connection breaks then."""
 
     async def handler(writer: asyncio.StreamWriter) -> None:
         head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
         writer.write(f"{head}Connection: close\r\n\r\n".encode())
-        for event in events:
-            data = f"data: {event}\n\n".encode()
+        for data in (*(f"data: {event}\n\n".encode() for event in events), *([begun.encode()] if begun else [])):
             writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         if end:
             writer.write(b"0\r\n\r\n")

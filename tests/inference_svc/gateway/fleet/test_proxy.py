@@ -94,6 +94,17 @@ async def test_what_was_begun_and_breaks_off_ends_with_an_error() -> None:
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the node broke off its answer"
 
 
+@pytest.mark.parametrize("begun", ['data: {"text": "a', 'data: {"text": "a"}', 'data: {"text": "a"}\n', ": kv"])
+async def test_an_event_that_breaks_off_is_not_forwarded(begun: str) -> None:
+    broken = Peer(held_tokens=900, answer=streams('{"text": "b"}', begun=begun, end=False))
+    async with fleet_of(broken, Peer()) as (client, _):
+        *events, end = (await ask(client, stream=True)).text.split("\n\n")
+    assert end == ""
+    whole, error = (json.loads(event.removeprefix("data: ")) for event in events)
+    assert whole == {"text": "b"}
+    assert error["error"]["message"] == "the node broke off its answer"
+
+
 async def test_a_node_that_hangs_is_given_up_and_its_prompts_go_elsewhere() -> None:
     hung, other = Peer(held_tokens=900, answer=hangs), Peer()
     async with fleet_of(hung, other, node_seconds=0.5) as (client, fleet):
