@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_fields
 from inference_svc.gateway.anthropic_api.error_envelope import messages_error_event
 from inference_svc.gateway.anthropic_api.messages_request import MessagesRequest
+from inference_svc.gateway.body_reader import decode_json
 from inference_svc.gateway.prompt_fingerprint import PromptComparison
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
@@ -178,9 +178,14 @@ def message_id(request_id: str) -> str:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments; return no arguments if ``max_tokens`` cut their JSON off."""
+    """Parse a call's arguments.
+
+    Returns no arguments if ``max_tokens`` cut their JSON off, or if they have a value that an answer cannot have: NaN,
+    an infinite number, or half of a surrogate pair.
+    """
     try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        found = decode_json((arguments or "{}").encode())
+        openai_fields.json_bytes(found)
+    except (InvalidRequest, UnicodeEncodeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anthropic
 import pytest
+from fastapi.responses import JSONResponse
+from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
+from inference_svc.gateway.anthropic_api.message_writer import MessageWriter
+from inference_svc.gateway.anthropic_api.messages_request import MessagesRequest
+from inference_svc.gateway.request_runner import ChoiceChunk
 from tests.inference_svc.gateway.conftest import Gateway
 from tests.inference_svc.gateway.messages_client import (
     GREEDY,
@@ -153,3 +158,14 @@ def _responses(gateway: Gateway, two: Node, schema: Any) -> tuple[Counted, Count
         for a in (first, second)
     )
     return one, two
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"\\ud83d"', '{"\\ud83d": 1}', "[" * 5000, "1"])
+async def test_arguments_that_no_answer_can_have_are_none(value: str) -> None:
+    async def call() -> AsyncIterator[ChoiceChunk]:
+        delta = pb.ToolCallDelta(index=0, id="a", name="say", arguments=f'{{"q": {value}}}')
+        yield ChoiceChunk(0, pb.GenerateStreamResponse(tool_calls=[delta], finish_reason=pb.FINISH_REASON_TOOL_CALLS))
+
+    asked = MessagesRequest.model_validate({"model": "demo", "max_tokens": 9, "messages": HELLO})
+    answer = json.loads(bytes(JSONResponse(await MessageWriter(asked, "req_a").whole(call())).body))
+    assert [block["input"] for block in answer["content"]] == [{"q": 1} if value == "1" else {}]
