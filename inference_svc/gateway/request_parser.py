@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from fastapi import Request
-from kvsidecar.errors import PermissionDenied
+from kvsidecar.errors import InvalidRequest, PermissionDenied
 
 from inference_svc.gateway.anthropic_api.messages_request import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
@@ -47,7 +47,13 @@ class RequestParser:
         """
         tenant, conversation = self._keys.tenant(request.scope), parsed.conversation_id
         param = "previous_response_id" if conversation is None else "conversation"
-        before = self._conversations.messages(tenant, conversation or parsed.previous_response_id, param)
+        continued = parsed.previous_response_id if conversation is None else conversation
+        if continued is not None and continued.startswith("conv_") != (param == "conversation"):
+            raise InvalidRequest(
+                f"{param} is {continued[:80]!r}; ids of conversations, and only these, begin with conv_",
+                param=param,
+            )
+        before = self._conversations.messages(tenant, continued, param)
         stored = self._conversations.items(tenant, parsed.item_references)
         items = parsed.items({item_id: ITEM.validate_python(item) for item_id, item in stored.items()})
         said = to_messages(items)

@@ -1,11 +1,13 @@
-"""Changes of a conversation that several requests make at the same time."""
+"""Changes of a conversation that several requests make at the same time, and ids that are no conversation's."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 from kvsidecar.errors import UnknownResponse
 
@@ -14,6 +16,8 @@ from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
 from inference_svc.gateway.responses_api.stored_response_routes import StoredResponseRoutes
+from tests.inference_svc.gateway.http_server import listening
+from tests.inference_svc.gateway.test_worker_wait import Worker
 
 
 @pytest.fixture
@@ -52,3 +56,27 @@ async def test_a_conversation_that_is_deleted_while_it_grows_stays_deleted(
     await append
     with pytest.raises(UnknownResponse):
         store.find("t", "conv_a")
+
+
+async def test_a_response_is_no_conversation_and_a_conversation_no_response(tmp_path: Path) -> None:
+    """An answer in a conversation is added to it: a response would be replaced by one that no client can read."""
+    worker = Worker(tmp_path / "0")
+    await worker.start()
+    try:
+        async with (
+            listening(workers=str(worker.target)) as (port, _),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
+        ):
+            made = (await client.post("/v1/responses", json={"input": "x"})).json()
+            talk = (await client.post("/v1/conversations", json={"items": [{"role": "user", "content": "x"}]})).json()
+            for param, named in (
+                ("conversation", made["id"]),
+                ("conversation", {"id": made["id"]}),
+                ("conversation", ""),
+                ("previous_response_id", talk["id"]),
+            ):
+                answer = await client.post("/v1/responses", json={"input": "y", param: named})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            assert (await client.get(f"/v1/responses/{made['id']}")).json() == made
+    finally:
+        await worker.stop()
