@@ -20,8 +20,12 @@ Fields = dict[str, str | int | float]
 
 
 def summary_of(fields: Mapping[str, str | int | float]) -> bytes:
-    """Return the header's value: the fields of a log line that a summary has."""
-    return json.dumps({name: fields[name] for name in (*_TEXTS, *_COUNTS) if name in fields}).encode()
+    """Return the header's value: the fields of a log line that a summary has, with long texts cut off.
+
+    The fleet's gateway reads no response whose headers have more than 100 KiB.
+    """
+    texts = {name: str(fields[name])[:_MAX_TEXT] for name in _TEXTS if name in fields}
+    return json.dumps(texts | {name: fields[name] for name in _COUNTS if name in fields}).encode()
 
 
 def summary_comment(fields: Mapping[str, str | int | float]) -> bytes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvsidecar.errors import Unavailable, UnknownModel
+from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 
 from inference_svc.gateway import openai_fields
 from inference_svc.gateway.model_aliases import ModelAliases
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
+
+_LONGEST_NAME = 256
 
 
 class ServedModels:
@@ -31,7 +33,7 @@ class ServedModels:
     def worker(self, name: str) -> Worker:
         """Return a live worker that serves the model. An empty name means any model.
 
-        Raises UnknownModel, Unavailable.
+        Raises InvalidRequest, UnknownModel, Unavailable.
         """
         self.check(name)
         served = self.resolve(name)
@@ -41,11 +43,13 @@ class ServedModels:
         return found
 
     def check(self, name: str) -> None:
-        """Raise UnknownModel for a name that no worker serves.
+        """Raise UnknownModel for a name that no worker serves, and InvalidRequest for one that is too long.
 
         The models of a worker that is down still count, because the worker will restart.
         """
-        served, name = self._served(), self.resolve(name)
+        served, length, name = self._served(), len(name), self.resolve(name)
+        if length > _LONGEST_NAME and name not in served:  # answers, events and the log repeat the name
+            raise InvalidRequest(f"model has {length} characters; at most {_LONGEST_NAME} are allowed", param="model")
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))
 
