@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Request, Response
@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.body_reader import INLINE_BYTES, BodyReader
 from inference_svc.gateway.chat_messages import TextAlone
 from inference_svc.gateway.openai_fields import json_bytes
 from inference_svc.gateway.page_limit import page_limit
@@ -33,6 +33,7 @@ from inference_svc.gateway.responses_api.conversation_store import (
 from inference_svc.gateway.responses_api.input_items import Item, listed, to_messages
 from inference_svc.gateway.unsupported_options import parse
 
+T = TypeVar("T")
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _MAX_LISTED = 100
 _DEFAULT_LISTED = 20
@@ -70,13 +71,13 @@ class StoredResponseRoutes:
         return Response(self._find(request, "resp_").response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        return _page(request, self._find(request, "resp_").items)
+        return await _page(request, self._find(request, "resp_").items)
 
     async def cancel(self, request: Request) -> Response:
         found = self._find(request, "resp_")
         await self.background.cancel(self._tenant(request), found.id)
         found = self._find(request, "resp_")
-        if json.loads(found.response)["background"]:
+        if await _beside_loop(found.num_bytes, lambda: json.loads(found.response)["background"]):
             return Response(found.response, media_type="application/json")
         raise InvalidRequest(
             f"Cannot cancel a synchronous response. {found.id!r} was not made with background and has ended; to cancel "
@@ -117,7 +118,7 @@ class StoredResponseRoutes:
         return self._drop(request, "conv_", "conversation.deleted")
 
     async def items(self, request: Request) -> Response:
-        return _page(request, self._find(request, "conv_").items)
+        return await _page(request, self._find(request, "conv_").items)
 
     async def add_items(self, request: Request) -> Response:
         def parse_request(raw: bytes, body: Any) -> list[dict[str, Any]]:
@@ -130,12 +131,12 @@ class StoredResponseRoutes:
             check_conversation_size(changed.items, "items")
             return changed
 
-        await self._change(self._tenant(request), self._find(request, "conv_").id, with_items)
-        return JSONResponse(_listing(added, has_more=False))
+        found = await self._change(self._tenant(request), self._find(request, "conv_").id, with_items)
+        return await _json_response(found.num_bytes, lambda: _listing(added, has_more=False))
 
     async def item(self, request: Request) -> Response:
         found, item_id = self._find_item(request)
-        return JSONResponse(found.find_items({item_id})[item_id])
+        return await _json_response(found.num_bytes, lambda: found.find_items({item_id})[item_id])
 
     async def delete_item(self, request: Request) -> Response:
         found, item_id = self._find_item(request)
@@ -210,22 +211,36 @@ def _conversation(body: dict[str, Any], items: list[dict[str, Any]]) -> StoredRe
     return StoredResponse.of(body, to_messages(_ITEMS.validate_python(items)), items)
 
 
-def _page(request: Request, items: bytes) -> Response:
+async def _beside_loop(num_bytes: int, work: Callable[[], T]) -> T:
+    """Return ``work()``, which reads ``num_bytes`` of JSON: in a thread if they would block the event loop."""
+    return await asyncio.to_thread(work) if num_bytes > INLINE_BYTES else work()
+
+
+async def _json_response(num_bytes: int, work: Callable[[], dict[str, Any]]) -> Response:
+    """Return the answer with the object ``work()``, which reads ``num_bytes`` of JSON."""
+    return Response(await _beside_loop(num_bytes, lambda: json_bytes(work())), media_type="application/json")
+
+
+async def _page(request: Request, items: bytes) -> Response:
     """Return a page of items by the query's ``limit``, ``order`` and ``after``. Raises InvalidRequest."""
     asked = request.query_params
     limit = page_limit(asked, _DEFAULT_LISTED, _MAX_LISTED)
     order, after = asked.get("order", "desc"), asked.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:40]!r}; allowed are asc and desc", param="order")
-    found: list[dict[str, Any]] = json.loads(items)
-    if order == "desc":
-        found.reverse()
-    if after is not None:
-        places = [i for i, item in enumerate(found) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(f"after is {after[:80]!r}, which is no item of this list", param="after")
-        found = found[places[0] + 1 :]
-    return JSONResponse(_listing(found[:limit], len(found) > limit))
+
+    def listing() -> dict[str, Any]:
+        found: list[dict[str, Any]] = json.loads(items)
+        if order == "desc":
+            found.reverse()
+        if after is not None:
+            places = [i for i, item in enumerate(found) if item["id"] == after]
+            if not places:
+                raise InvalidRequest(f"after is {after[:80]!r}, which is no item of this list", param="after")
+            found = found[places[0] + 1 :]
+        return _listing(found[:limit], len(found) > limit)
+
+    return await _json_response(len(items), listing)
 
 
 def _listing(items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
