@@ -71,8 +71,9 @@ class GatewayConfig(ServiceSettings):
     """Additional names of served models: NAME=MODEL, separated by commas. Answers contain the requested name."""
     claude_names: bool = False
     """Use the served model for all model names that begin with claude-, for Anthropic's clients."""
-    max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    """Maximum size of a request body."""
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, le=48 << 20)
+    """Maximum size of a request body, at most 48 MiB. A worker takes requests of 16 MiB, and JSON with escapes may have
+    three times the bytes."""
     receive_seconds: float = Field(default=60.0, gt=0)
     """Deadline for receiving the head of a request, and again for its body. After it, the connection is closed."""
     send_seconds: float = Field(default=60.0, gt=0)

@@ -20,7 +20,15 @@ from typing import Any
 import grpc
 import structlog
 from kvsidecar.client import AsyncClient
-from kvsidecar.errors import Cancelled, DeadlineExceeded, KVSidecarError, Unavailable, from_rpc, sent_error
+from kvsidecar.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    KVSidecarError,
+    RequestTooLarge,
+    Unavailable,
+    from_rpc,
+    sent_error,
+)
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 log = structlog.get_logger("gateway")
@@ -111,6 +119,8 @@ class Worker:
         found, code = from_rpc(error), error.code()
         if code is grpc.StatusCode.CANCELLED:  # not the client's cancellation, which cancels this task
             return Unavailable("the worker cancelled the request; try again")
+        if isinstance(found, RequestTooLarge):
+            return found
         log.warning("a call to a worker failed", worker=self.target, error=str(found))
         if isinstance(found, DeadlineExceeded):
             return DeadlineExceeded("the answer took longer than the gateway's --request-seconds allow")

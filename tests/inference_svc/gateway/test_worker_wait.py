@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +22,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 from kvsidecar.process.node_report import SERVING, STARTING, STATE
+from pydantic import ValidationError
 
 from inference_svc.gateway.client_disconnect import ClientDisconnected, cancel_on_disconnect
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -175,6 +177,24 @@ async def test_a_worker_with_as_many_answers_as_its_connection_takes_is_up(tmp_p
         assert (await ask(path="/readyz")).status_code == 200
         for one in asked:
             one.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_its_worker_does_not_take_is_refused_with_its_size(tmp_path: Path, stream: bool) -> None:
+    worker = Worker(tmp_path / "0", options=[("grpc.max_receive_message_length", 1000)])
+    async with serving(worker) as ask:
+        answer = await ask(prompt="x" * 2000, stream=stream)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert re.match(r"the request has 2\d{3} bytes; at most 1000 are allowed", error["message"])
+        assert error["code"] == "invalid_request"
+        assert text(await ask()) == "abc"
+
+
+def test_a_body_is_never_so_large_that_no_worker_takes_its_request() -> None:
+    assert GatewayConfig(max_body_bytes=48 << 20).max_body_bytes == 48 << 20
+    with pytest.raises(ValidationError, match="max_body_bytes"):
+        GatewayConfig(max_body_bytes=(48 << 20) + 1)
 
 
 async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class InvalidRequest(KVSidecarError):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The body has more bytes than the gateway accepts."""
+    """The request has more bytes than the gateway or the worker accepts."""
 
     reason = "REQUEST_TOO_LARGE"
 

@@ -32,6 +32,7 @@ from kvsidecar.errors.error_classes import (
     PermissionDenied,
     PromptExceedsPool,
     QuotaExceeded,
+    RequestTooLarge,
     StaleEpoch,
     StoreUnavailable,
     Unauthenticated,
@@ -60,6 +61,8 @@ _NOTHING_LISTENS = re.compile(
 )
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
+# gRPC's text for a request with more bytes than the server takes, or than the client sends.
+_TOO_LARGE = re.compile(r"(?:SERVER: Received|CLIENT: Sent) message larger than max \((\d+) vs\. (\d+)\)")
 # gRPC's text for a call that its own caller cancelled. When a server shuts down, calls that are just arriving end with
 # the same status, but with another text.
 _CANCELLED_HERE = "Locally cancelled by application!"
@@ -196,6 +199,8 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
         return FailedPrecondition(_for_grpc(not_grpc[1]))
     if absent := _NOTHING_LISTENS.fullmatch(text):
         return Unavailable(f"nothing answers at {absent[2]} ({absent[3]}); is it running?")
+    if sizes := _TOO_LARGE.fullmatch(text):
+        return RequestTooLarge(f"the request has {sizes[1]} bytes; at most {sizes[2]} are allowed; send a shorter one")
     if code is grpc.StatusCode.CANCELLED and text != _CANCELLED_HERE:
         return Unavailable("the server shut down before it took this call; try again")
     kind = _BY_CODE.get(code, KVSidecarError)
