@@ -280,10 +280,9 @@ def test_sampling_is_as_in_chats(gateway: Gateway) -> None:
 def test_log_probabilities_of_a_response(gateway: Gateway) -> None:
     options: Any = {"model": "demo", "input": "how is the weather", "max_output_tokens": 8, "temperature": 0}
     whole = gateway.client.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **options)
-    for item in whole.output:
-        for part in item.content:  # type: ignore[union-attr]
-            assert "".join(token.token for token in part.logprobs) == part.text  # type: ignore[union-attr]
-            assert all(len(token.top_logprobs) == 2 for token in part.logprobs)  # type: ignore[union-attr]
+    for part in [part for item in whole.output for part in item.content]:  # type: ignore[union-attr]
+        assert "".join(token.token for token in part.logprobs) == part.text  # type: ignore[union-attr]
+        assert all(len(token.top_logprobs) == 2 for token in part.logprobs)  # type: ignore[union-attr]
     plain = gateway.client.responses.create(**options)
     assert plain.output_text == whole.output_text != ""
     assert all(part.logprobs == [] for item in plain.output for part in item.content)  # type: ignore[union-attr]
