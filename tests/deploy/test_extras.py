@@ -123,7 +123,7 @@ def test_a_command_without_its_packages_names_the_extra(base: Path, name: str) -
     assert done.returncode == 2
     assert done.stdout == ""
     (sentence,) = done.stderr.splitlines()
-    named = "fastapi, starlette, uvicorn" if extra == "gateway" else "torch, transformers, llguidance and 7 more"
+    named = "fastapi, starlette, uvicorn" if extra == "gateway" else "torch, transformers, llguidance and 8 more"
     assert sentence == (
         f"kvsidecar {name} needs packages that are not installed ({named}): pip install 'kvsidecar[{extra}]'"
     )
@@ -197,7 +197,7 @@ def test_a_gateway_runs_without_torch(gateway: Path) -> None:
     assert found.split() == ["fastapi"]
     assert python(gateway, "-c", IMPORT_ALL, "inference_svc.gateway") == ""
     assert command(gateway, "gateway", "--help").returncode == 0
-    assert "torch, transformers, llguidance and 4 more" in command(gateway, "serve").stderr
+    assert "torch, transformers, llguidance and 5 more" in command(gateway, "serve").stderr
 
 
 def test_the_extras_are_those_of_the_packaging() -> None:

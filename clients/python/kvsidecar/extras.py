@@ -19,6 +19,7 @@ PACKAGES = {
         "gguf",
         "huggingface_hub",
         "regex",
+        "tokenizers",
         *_GATEWAY,
     ),
 }
