@@ -165,28 +165,25 @@ class BlockAllocator:
         """Number of pool blocks that become free if this table, and ``also`` if given, are freed."""
         if table.in_overflow:
             return 0
-        references = self._references
-        if also is not None:
-            references = references.copy()
-            for page, pages in also.mapped_ranges:
-                references[page : page + pages] -= 1
+        references = self._references if also is None else self._references - self._references_of([also])
         return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.mapped_ranges)
 
     def longest_range_without(self, tables: list[BlockTable]) -> int:
         """Length of the longest range of pool blocks that are free, or become free if these tables are freed."""
-        references = self._references[: self.pages].copy()
-        for table in tables:
-            for page, pages in [] if table.in_overflow else table.mapped_ranges:
-                references[page : page + pages] -= 1
-        return max((length for _, length in zero_runs(references)), default=0)
+        left = self._references - self._references_of(tables)
+        return max((length for _, length in zero_runs(left[: self.pages])), default=0)
 
     def references_match(self, tables: list[BlockTable]) -> bool:
         """True if the reference counts are those of exactly these tables."""
+        return bool(np.array_equal(self._references_of(tables), self._references))
+
+    def _references_of(self, tables: list[BlockTable]) -> NDArray[np.int32]:
+        """Number of these tables that have each block, in pool and overflow."""
         counted = np.zeros_like(self._references)
         for table in tables:
             for page, pages in table.mapped_ranges:
                 counted[page : page + pages] += 1
-        return bool(np.array_equal(counted, self._references))
+        return counted
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block is either free or referenced."""
