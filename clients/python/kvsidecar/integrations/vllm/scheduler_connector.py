@@ -150,7 +150,8 @@ class SchedulerConnector:
             self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
             hints = CacheHints.of_kv_hints(given)
             # While vLLM has requests for two folders of an adapter, it may compute each with the weights of the other.
-            mixed = [one for one in self._requests.values() if one.has_other_weights(request)]
+            others = self._requests.values() if request.lora_request is not None else ()
+            mixed = [one for one in others if one.has_other_weights(request.lora_request)]
             found = self._requests[request.request_id] = TrackedRequest(request, None if mixed else salt, hints)
             for one in mixed:
                 self._stop_caching(one)

@@ -37,12 +37,10 @@ class TrackedRequest:
         if self.token_seconds is None:
             self.token_seconds = rate.record(self.num_prefill_tokens, time.monotonic() - self.began_at)
 
-    def has_other_weights(self, request: Any) -> bool:
-        """Return whether both use one LoRA adapter, but from other folders: vLLM has loaded it again meanwhile."""
-        one, other = self.request.lora_request, request.lora_request
-        if one is None or other is None or one.lora_int_id != other.lora_int_id:
-            return False
-        return bool(one.lora_path != other.lora_path)
+    def has_other_weights(self, lora: Any) -> bool:
+        """Return whether the request uses this LoRA adapter from another folder: vLLM has loaded it again meanwhile."""
+        own = self.request.lora_request
+        return own is not None and own.lora_int_id == lora.lora_int_id and bool(own.lora_path != lora.lora_path)
 
     def load_job(self, end: int, blocks: Sequence[int], token_seconds: float) -> LoadJob:
         """Return the load of the tokens before ``end`` that vLLM's own cache does not have."""
