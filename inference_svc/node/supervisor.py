@@ -203,10 +203,9 @@ class Supervisor:
 
     def _gateway_command(self) -> list[str]:
         workers = ",".join(map(str, self.worker_sockets))
-        flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
-        flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._explicit(*_OF_GATEWAY)
+        flags = self._explicit(*_OF_GATEWAY)
+        flags |= {"workers": workers, "cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
         return python_command("-m", "inference_svc", "gateway", *format_flags(flags))
 
     def _explicit(self, *names: str) -> dict[str, object]:
