@@ -19,6 +19,16 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
 )
 
 
+def counted(response: Callable[[Worker], Any]) -> Any:
+    """Return a method of a worker that counts its calls and returns ``response(worker)``."""
+
+    def method(worker: Worker, request: Any, context: Any) -> Any:
+        worker.asked += 1
+        return response(worker)
+
+    return method
+
+
 class Worker(InferenceServiceServicer):
     """Worker that answers with its name, or fails with a status before or after its first message."""
 
@@ -41,29 +51,12 @@ class Worker(InferenceServiceServicer):
             context.abort(self.code, "gone")
         return pb.GenerateResponse(text=self.name)
 
-    def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
-        self.asked += 1
-        return pb.WarmResponse()
-
-    def ReleaseSession(self, request: pb.ReleaseSessionRequest, context: Any) -> pb.ReleaseSessionResponse:
-        self.asked += 1
-        return pb.ReleaseSessionResponse(released_chunks=3)
-
-    def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        self.asked += 1
-        return pb.TokenizeResponse(token_ids=[4])
-
-    def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        self.asked += 1
-        return pb.DetokenizeResponse(text=self.name)
-
-    def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
-        self.asked += 1
-        return pb.GetModelResponse()
-
-    def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        self.asked += 1
-        return pb.GetStatsResponse()
+    Warm = counted(lambda _: pb.WarmResponse())
+    ReleaseSession = counted(lambda _: pb.ReleaseSessionResponse(released_chunks=3))
+    Tokenize = counted(lambda _: pb.TokenizeResponse(token_ids=[4]))
+    Detokenize = counted(lambda worker: pb.DetokenizeResponse(text=worker.name))
+    GetModel = counted(lambda _: pb.GetModelResponse())
+    GetStats = counted(lambda _: pb.GetStatsResponse())
 
     def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:
         self.asked += 1

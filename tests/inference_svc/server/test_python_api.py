@@ -234,7 +234,7 @@ async def test_the_async_client_streams_and_cancels(node: Node) -> None:
 
 
 def test_a_connection_takes_more_calls_than_requests_can_run_and_wait(node: Node) -> None:
-    """So the worker refuses those beyond its queue (429): a call beyond a connection's limit waits at the client."""
+    """The worker must refuse calls beyond its queue (429), but calls beyond a connection's limit wait at the client."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(10)
         client.connect(str(node.worker_socket(0)))
