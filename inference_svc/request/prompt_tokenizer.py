@@ -242,7 +242,8 @@ class PromptTokenizer:
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Return the tokens of a text; with ``special``, also the special tokens that the tokenizer adds."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        # verbose: transformers would log that a text is longer than its own limit; we have limits of our own.
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
     def _marks(self, cache: pb.CacheOptions, separator: str, tokens: int) -> DocumentMarks:

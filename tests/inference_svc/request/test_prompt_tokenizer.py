@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,19 @@ def test_the_texts_of_the_tokens_are_the_text(tokenizer: PreTrainedTokenizerBase
     ids = made.ids("hello world  and a 猫", special=False)
     found = b"".join(made.text_and_bytes(token)[1] for token in ids)
     assert found.decode().lstrip() == "hello world  and a 猫"
+
+
+def test_transformers_does_not_warn_of_long_texts(caplog: pytest.LogCaptureFixture) -> None:
+    """A coding agent's first prompt made the worker's log say that indexing errors would result."""
+    tokenizer = copy.deepcopy(BYTE_LEVEL)
+    tokenizer.model_max_length = 4
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert len(of(tokenizer).ids("hello world and more", special=True)) > 4
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_a_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
