@@ -18,7 +18,7 @@ from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 _MAX_WAITING, _POLL_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
 # The gateway notices a started worker later than the supervisor does. On a busy machine, polls may time out before.
-_NOTICE_SECONDS = 10.0
+NOTICE_SECONDS = 10.0
 
 
 class WorkerWait:
@@ -56,7 +56,7 @@ class WorkerWait:
                 except Unavailable:
                     now = time.monotonic()
                     if self.is_starting() and now - waiting_since < self._config.worker_start_seconds:
-                        waiting_until = now + max(self._config.worker_wait_seconds, _NOTICE_SECONDS)
+                        waiting_until = now + max(self._config.worker_wait_seconds, NOTICE_SECONDS)
                     if now >= min(waiting_until, waiting_since + (max_seconds or inf)):
                         raise
         finally:

@@ -25,6 +25,7 @@ from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest
 from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, PIN_PATH, WARM_PATH
 from inference_svc.gateway.openai_writer import error_event
 from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.worker_wait import NOTICE_SECONDS
 
 log = structlog.get_logger("gateway")
 
@@ -78,8 +79,8 @@ class Proxy:
                 now = loop.time()
                 if now < deadline and self._wait.should_wait(asked, since):
                     waited, give_up = True, 0.0
-                else:  # a node's report "starting" ends slightly before its report of the new worker
-                    give_up = give_up or now + _NO_NODE_SECONDS
+                else:  # a node's report "starting" ends before its report of the new worker
+                    give_up = give_up or now + (NOTICE_SECONDS if waited else _NO_NODE_SECONDS)
                     if not (tries or waited) or now > give_up:
                         raise
                 tried.clear()  # a failed node may be up again

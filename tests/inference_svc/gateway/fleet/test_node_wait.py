@@ -63,9 +63,26 @@ async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> N
         assert (await waiting).json() == {"from": peers[1].url}
 
 
+async def test_requests_wait_until_the_node_notices_its_started_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its polls of the worker may time out first, each after 4 s; the fleet gave up after 3 s."""
+    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NO_NODE_SECONDS", 0.0)
+    peer = Peer(served=dict(STARTING))
+    async with fleet_of(peer) as (client, fleet):
+        waiting = asyncio.create_task(ask(client))
+        await until_async(lambda: fleet._proxy._wait._num_waiting)
+        peer.served = STARTING | {"starting": False}
+        (node,) = fleet.discovery.all
+        await until_async(lambda: not node.starting)
+        await asyncio.wait({waiting}, timeout=0.5)
+        assert not waiting.done()
+        peer.served = dict(SERVED)
+        assert (await waiting).json() == {"from": peer.url}
+
+
 async def test_nobody_waits_for_nodes_that_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for those that start another model, or for longer than is set."""
     monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NO_NODE_SECONDS", 0.1)
+    monkeypatch.setattr("inference_svc.gateway.fleet.proxy.NOTICE_SECONDS", 0.1)
     away, other = Peer(), Peer(served=SERVED | {"models": [{"id": "other"}]})
     async with fleet_of(away, other) as (client, fleet):
         away.served = STARTING | {"starting": False}
