@@ -141,7 +141,7 @@ def _tenant(salt: bytes, adapter: str) -> str:
 async def _stats_of(worker: Worker) -> pb.GetStatsResponse | None:
     if worker.alive:
         with suppress(grpc.RpcError):
-            stats: pb.GetStatsResponse = await worker.client.stub.GetStats(
+            stats: pb.GetStatsResponse = await worker.poll_client.stub.GetStats(
                 pb.GetStatsRequest(), timeout=_TIMEOUT_SECONDS
             )
             return stats

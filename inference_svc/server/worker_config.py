@@ -240,7 +240,7 @@ class WorkerConfig(ModelSettings):
     with many streams, because a message takes longer than the token's share of a step."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
     """Maximum sequences in a batch."""
-    max_waiting: int = Field(default=1024, ge=1)
+    max_waiting: int = Field(default=1024, ge=1, le=1_000_000)
     """Maximum waiting requests; further ones are refused."""
     resident_sequences: int = Field(default=64, ge=0, le=4096)
     """Maximum finished sequences in the prefix cache: their blocks stay in the pool for follow-up requests."""

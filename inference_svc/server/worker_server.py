@@ -33,8 +33,7 @@ _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.2
 # Time in which this worker refuses new requests before it stops: gateways poll more often and so notice in time.
 _REFUSE_SECONDS = 1.5
-# Maximum concurrent calls on one connection: twice the requests that can run and wait, so that further ones are refused
-# (429) and do not wait at the client.
+# Minimum of the concurrent calls on one connection.
 _STREAMS = 4096
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -112,7 +111,8 @@ async def _serve(
             config.tcp,
             health_tcp=config.health_tcp,
             others=others,
-            streams=_STREAMS,
+            # Twice the requests that can run and wait: further ones are refused (429) and do not wait at the client.
+            streams=max(_STREAMS, 2 * (config.batch_sequences + config.max_waiting)),
             refuse_seconds=min(_REFUSE_SECONDS, config.drain_seconds),
         ),
         lambda server: add_InferenceServiceServicer_to_server(service, server),

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from inference_svc.gateway.client_disconnect import ClientDisconnected, cancel_on_disconnect
 from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.request_guard import NODE
 from inference_svc.gateway.routes import create_app
 
 WAIT_SECONDS = 20.0
@@ -175,6 +176,8 @@ async def test_a_worker_with_as_many_answers_as_its_connection_takes_is_up(tmp_p
             while worker.polls < before + 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await ask(path="/readyz")).status_code == 200
+        (shown,) = (await ask(path=NODE)).json()["workers"]
+        assert shown["state"] == "ready"
         for one in asked:
             one.cancel()
 
