@@ -14,12 +14,12 @@ from pathlib import Path
 
 import grpc
 import structlog
-from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.grpc_server import ListenerLimits, hold_socket_lock, serve_listeners, stop_on_signals
+from kvsidecar.net.health_service import HealthService
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
@@ -244,7 +244,7 @@ async def _serve(
     def admits(peer: socket.socket) -> bool:
         return is_allowed(peer_credentials(peer), os.getuid())
 
-    health = health_aio.HealthServicer()
+    health = HealthService()
 
     async def set_overall(_: str, status: int) -> None:
         for name in ("", SERVICE):

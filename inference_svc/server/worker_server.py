@@ -7,11 +7,11 @@ import os
 from collections.abc import Collection
 
 import structlog
-from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from kvsidecar.net.grpc_server import Endpoint, serve_endpoint, stop_on_signals
+from kvsidecar.net.health_service import HealthService
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 from kvsidecar.telemetry.otel_export import OtelProviders, otlp_providers
@@ -103,7 +103,7 @@ async def _serve(
     observer = OtelObserver(providers, runtime.engine.loaded.id) if providers is not None else NOOP
     service = InferenceService(runtime, observer)
     others = (vllm_listener(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
-    health = health_aio.HealthServicer()
+    health = HealthService()
     async with serve_endpoint(
         Endpoint(
             SERVICE,
@@ -139,9 +139,7 @@ async def _serve(
         log.info("stopping")
 
 
-async def _watch_engine(
-    engine: Engine, health: health_aio.HealthServicer, names: Collection[str], stop: asyncio.Event
-) -> None:
+async def _watch_engine(engine: Engine, health: HealthService, names: Collection[str], stop: asyncio.Event) -> None:
     """Update the health status from the engine, until ``stop`` or until the engine stops."""
     stopped, ailed = asyncio.ensure_future(stop.wait()), False
     while not stopped.done() and not engine.died.done():

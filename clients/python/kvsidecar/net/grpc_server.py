@@ -22,12 +22,12 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.call_refusal import CallRefusal
+from kvsidecar.net.health_service import HealthService
 from kvsidecar.net.socket_watcher import SocketWatcher
 from kvsidecar.process.runtime_dir import socket_target
 
@@ -136,14 +136,14 @@ async def serve_endpoint(
     endpoint: Endpoint,
     add: Register,
     grace_seconds: Callable[[], float],
-    health: health_aio.HealthServicer | None = None,
+    health: HealthService | None = None,
     at_once: asyncio.Event | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serve at all addresses of an endpoint while the ``with`` block runs.
 
     ``at_once`` ends a shutdown's waiting: callers learn nothing more, and running calls are cancelled.
     """
-    health, refusal, at_once = health or health_aio.HealthServicer(), CallRefusal(), at_once or asyncio.Event()
+    health, refusal, at_once = health or HealthService(), CallRefusal(), at_once or asyncio.Event()
     listeners = [Listener(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
@@ -166,7 +166,7 @@ async def serve_listeners(
     listeners: Sequence[Listener],
     grace_seconds: Callable[[], float],
     limits: ListenerLimits = ListenerLimits(),
-    health: health_aio.HealthServicer | None = None,
+    health: HealthService | None = None,
     at_once: asyncio.Event | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serve at all listeners while the ``with`` block runs; yield their gRPC addresses.
@@ -177,7 +177,7 @@ async def serve_listeners(
     at a new socket of the same path, and the first server keeps its connections. ``health`` may have further names with
     their own states. Raises ConfigurationError for an address that cannot be bound, and then leaves nothing open.
     """
-    health = health or health_aio.HealthServicer()
+    health = health or HealthService()
     async with contextlib.AsyncExitStack() as stack:
         servers: list[grpc.aio.Server] = []
 
@@ -237,9 +237,7 @@ def _listener_limits(listener: Listener, limits: ListenerLimits) -> ListenerLimi
     )
 
 
-def _server(
-    service: str, listener: Listener, health: health_aio.HealthServicer, limits: ListenerLimits
-) -> grpc.aio.Server:
+def _server(service: str, listener: Listener, health: HealthService, limits: ListenerLimits) -> grpc.aio.Server:
     limits = _listener_limits(listener, limits)
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes),
