@@ -6,7 +6,7 @@ The schemas accept every field of an answer, because OpenAI's SDK sends earlier 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
@@ -28,8 +28,32 @@ _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-class _Part(BodyModel):
+class _MessageObject(BodyModel):
+    """A message, or an object in one.
+
+    Clients and proxies add members that no API has (``provider_specific_fields``, ``index``), and send them back. These
+    members are dropped, with a note in the log. A member that is probably a misspelled name is refused.
+    """
+
+    place: ClassVar[str] = "messages"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_unknown(cls, value: Any) -> Any:
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if not isinstance(value, dict) or value.keys() <= known:
+            return value
+        left_out = next(str(name) for name in value if name not in known)
+        if did_you_mean(left_out[:_LONGEST_NAME], known):
+            return value  # pydantic refuses it
+        log_line().add(ignored_field=f"{cls.place}.{left_out if _FIELD_NAME.fullmatch(left_out) else 'other'}")
+        return {name: value[name] for name in known if name in value}
+
+
+class _Part(_MessageObject):
     """A part of a message. A cache breakpoint in Anthropic's or OpenAI's format may mark its end."""
+
+    place: ClassVar[str] = "messages.content"
 
     text: str
     cache_control: Any = None
@@ -58,16 +82,20 @@ class RefusalPart(_Part):
     text: str = Field(alias="refusal")
 
 
-class CalledFunction(BodyModel):
+class CalledFunction(_MessageObject):
     """The function and arguments of a call. OpenAI's SDK adds ``parsed_arguments``, which has no effect."""
+
+    place: ClassVar[str] = "messages.tool_calls.function"
 
     name: str
     arguments: str
     parsed_arguments: Any = None
 
 
-class ToolCall(BodyModel):
+class ToolCall(_MessageObject):
     """A tool call in an assistant's message. Calls from a streamed answer have an ``index``."""
+
+    place: ClassVar[str] = "messages.tool_calls"
 
     id: str
     type: Literal["function"] = "function"
@@ -84,12 +112,11 @@ def _no_typing_error(role: str) -> str:
     return role
 
 
-class Message(BodyModel):
+class Message(_MessageObject):
     """A chat message.
 
     A refusal is the text of an assistant's message without content. The prompt leaves out ``annotations`` of an earlier
-    answer; the chat template decides whether it contains the answer's reasoning. Some clients add members that no API
-    has. These members are dropped, with a note in the log.
+    answer; the chat template decides whether it contains the answer's reasoning.
     """
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_typing_error)]
@@ -106,17 +133,6 @@ class Message(BodyModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_unknown(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
-            return value
-        left_out = next(str(name) for name in value if name not in cls.model_fields)
-        if did_you_mean(left_out[:_LONGEST_NAME], cls.model_fields):
-            return value  # probably a misspelled name, which pydantic then refuses
-        log_line().add(ignored_field=f"messages.{left_out if _FIELD_NAME.fullmatch(left_out) else 'other'}")
-        return {name: value[name] for name in cls.model_fields if name in value}
 
     @property
     def text(self) -> str:

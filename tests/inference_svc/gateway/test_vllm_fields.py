@@ -53,6 +53,32 @@ def test_a_member_of_a_message_that_no_api_has_changes_nothing(gateway: Gateway,
     assert two.count_in_log("Authorization: x") == 0
 
 
+def test_members_of_parts_and_calls_that_no_api_has_change_nothing(gateway: Gateway, two: Node) -> None:
+    """LiteLLM and others add them to answers, and agents send them back: every second turn was refused."""
+
+    def history(**more: Any) -> list[dict[str, Any]]:
+        function = {"name": "look", "arguments": "{}", **more}
+        parts = [{"type": "text", "text": "I look.", **more}]
+        call = {"id": "call_1", "type": "function", "function": function, **more}
+        assistant = {"role": "assistant", "content": parts, "tool_calls": [call]}
+        return [*HELLO, assistant, {"role": "tool", "tool_call_id": "call_1", "content": "it rains"}]
+
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    answers = [
+        post(gateway, "/v1/chat/completions", messages=messages, tools=tools, return_token_ids=True)
+        for messages in (history(), history(provider_specific_fields={"a": 1}, extra_content=None))
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    assert answers[0].json()["prompt_token_ids"] == answers[1].json()["prompt_token_ids"]
+    misspelled = history()
+    misspelled[1]["tool_calls"][0]["function"]["argument"] = "{}"
+    refused = post(gateway, "/v1/chat/completions", messages=misspelled, tools=tools)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (
+        400,
+        "messages.1.tool_calls.0.function.argument",
+    )
+
+
 @pytest.mark.parametrize(
     ("message", "named"),
     [
