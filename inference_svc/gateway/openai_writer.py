@@ -19,11 +19,13 @@ from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openai_tools import call_delta_fields, whole_calls
 from inference_svc.gateway.prompt_cache_options import drop_answer
 from inference_svc.gateway.request_log import log_line
-from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
+from inference_svc.gateway.request_runner import AnswerLogprobs, ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.server_sent_events import encode_event
 
 # A longer path is hardly a misspelled one, so it is not compared with the served paths.
 _LONGEST_PATH = 100
+# A larger answer is converted and encoded on a thread.
+_INLINE_LOGPROBS = 2000
 # Error codes of OpenAI's API, which clients check (https://platform.openai.com/docs/guides/error-codes). Other errors
 # have our own codes.
 _CODES = {
@@ -80,17 +82,20 @@ class OpenAIWriter:
     async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> Response:
         """Return the answer when its ``count`` choices are complete.
 
-        Raises KVSidecarError, also for too many log probabilities of prompts.
+        Raises KVSidecarError, also for too many log probabilities of prompts or answers.
         """
         choices = [ChoiceResult() for _ in range(count)]
-        num_scored = 0
+        num_scored, generated = 0, AnswerLogprobs("top_logprobs" if self._chat else "logprobs")
         async for piece in self._echoed(pieces):
             scored = piece.part.prompt_logprobs
             num_scored += len(scored) * (1 + len(scored[-1].top)) if scored else 0
             if num_scored > MAX_PROMPT_LOGPROBS:
                 raise self._too_many_logprobs()
             choices[piece.choice].add(piece.part)
-        if not num_scored:
+            if piece.part.logprobs:
+                generated.add(piece.part)
+                await asyncio.sleep(0)  # the parts of a complete answer come at once
+        if num_scored + generated.number <= _INLINE_LOGPROBS:
             return JSONResponse(self._whole_body(choices))
         # Megabytes of JSON, so neither is done on the event loop.
         encoded = await asyncio.to_thread(lambda: openai_fields.json_bytes(self._whole_body(choices)))

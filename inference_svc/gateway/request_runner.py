@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.request_limits import MAX_ANSWER_LOGPROBS
 from kvsidecar.requests import REST_OF_CONTEXT, add_calls
 
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -49,6 +50,26 @@ class ChoiceResult:
         if self.first is None:
             self.first = part
         self.last = part
+
+
+class AnswerLogprobs:
+    """Counts the log probabilities that a request's answers keep until they are complete.
+
+    ``option`` is the request's option for alternatives, which errors name.
+    """
+
+    def __init__(self, option: str) -> None:
+        self._option, self.number = option, 0
+
+    def add(self, part: pb.GenerateStreamResponse) -> None:
+        """Count those of a part. Raises InvalidRequest if there are too many."""
+        self.number += sum(1 + len(one.top) for one in part.logprobs)
+        if self.number > MAX_ANSWER_LOGPROBS:
+            raise InvalidRequest(
+                f"the answers have more than {MAX_ANSWER_LOGPROBS} log probabilities together; ask for fewer answers, "
+                f"for shorter ones, or for a smaller {self._option}",
+                param=self._option,
+            )
 
 
 class RequestRunner:

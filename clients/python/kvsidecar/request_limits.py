@@ -9,6 +9,8 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 
 One takes a hundred bytes in the worker, and more in the gateway.
 """
+MAX_ANSWER_LOGPROBS = 1 << 19
+"""Maximum number of log probabilities of answers that the gateway keeps until the request's answers are complete."""
 _MAX_STOPS = 8
 
 

@@ -14,7 +14,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from inference_svc.gateway import openai_fields
 from inference_svc.gateway.prompt_fingerprint import PromptComparison
 from inference_svc.gateway.request_log import log_line
-from inference_svc.gateway.request_runner import ChoiceChunk, prepend
+from inference_svc.gateway.request_runner import AnswerLogprobs, ChoiceChunk, prepend
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
 from inference_svc.gateway.responses_api.input_items import ITEM, to_messages
 from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
@@ -46,6 +46,7 @@ class ResponseWriter:
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not arrived yet
+        self._num_logprobs = AnswerLogprobs("top_logprobs")
         self._sent, self._streams = 0, False
         echoed = request.model_dump(
             include={
@@ -85,11 +86,17 @@ class ResponseWriter:
     def id(self) -> str:
         return str(self._body["id"])
 
-    async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
-        """Return the complete response as JSON."""
+    async def complete(self, pieces: AsyncIterator[ChoiceChunk]) -> None:
+        """Complete the response and store it. Raises KVSidecarError."""
         async for piece in pieces:
             self._add(piece.part)
+            if piece.part.logprobs:
+                await asyncio.sleep(0)  # the parts of a complete answer come at once
         await self._store()
+
+    async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
+        """Return the complete response as JSON. Raises KVSidecarError."""
+        await self.complete(pieces)
         return await asyncio.to_thread(openai_fields.json_bytes, self._body)
 
     async def interim(self, status: str, error: Exception | None = None) -> StoredResponse:
@@ -127,6 +134,7 @@ class ResponseWriter:
         if self._request.enable_response_messages:
             self._add_raw(part)
         events: list[bytes] = []
+        self._num_logprobs.add(part)
         self._logprobs += openai_fields.chat_logprobs(list(part.logprobs))["content"]
         if part.reasoning:
             events += self._think(part.reasoning)

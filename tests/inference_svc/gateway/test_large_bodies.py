@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from inference_svc.gateway.byte_budget import ByteBudget
 from inference_svc.gateway.openai_requests import ChatRequest, CompletionRequest
 from inference_svc.gateway.openai_writer import OpenAIWriter
 from inference_svc.gateway.request_runner import ChoiceChunk, share_prompt_logprobs
+from inference_svc.gateway.responses_api.response_writer import ResponseWriter
+from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import tokenize_response
 from inference_svc.gateway.unsupported_options import parse
 from tests.inference_svc.gateway.http_server import listening, said_to
@@ -257,6 +259,46 @@ async def test_the_log_probabilities_of_all_answers_are_limited(options: dict[st
         with pytest.raises(InvalidRequest, match="more than 262144 log probabilities together") as caught:
             await answer
         assert caught.value.param == param
+
+
+def generated(tokens: int) -> AsyncIterator[ChoiceChunk]:
+    """A whole answer with the log probabilities of its tokens and of 20 alternatives to each."""
+    top = [pb.TokenLogprob(token_id=i, text="word", token_bytes=b"word", logprob=-i) for i in range(20)]
+    found = [pb.TokenLogprob(token_id=5, text="word", token_bytes=b"word", logprob=-1, rank=1, top=top)]
+    usage = pb.Usage(prompt_tokens=1, generated_tokens=tokens)
+
+    async def each() -> AsyncIterator[ChoiceChunk]:
+        for _ in range(tokens):
+            yield ChoiceChunk(0, pb.GenerateStreamResponse(text="word", logprobs=found))
+        yield ChoiceChunk(0, pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_STOP, usage=usage))
+
+    return each()
+
+
+def whole_answer(path: str, tokens: int) -> Coroutine[Any, Any, Any]:
+    """Encode such an answer. Returns the response, or its body."""
+    if path == RESPONSE:
+        asked = ResponsesRequest(input="x", top_logprobs=20)
+        return ResponseWriter(asked, "m", lambda _: asyncio.sleep(0), [], []).whole(generated(tokens))
+    chat: Any = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
+    request = ChatRequest(**chat) if path == CHAT else CompletionRequest(prompt="x", logprobs=20)
+    return OpenAIWriter("id", "demo", None, request).whole(generated(tokens), 1)
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSE])
+async def test_the_event_loop_never_waits_long_for_the_log_probabilities_of_answers(path: str) -> None:
+    asked = asyncio.create_task(whole_answer(path, 12_000))
+    assert await longest_turn(asked) < 0.1
+    answer = await asked
+    assert bytes(answer if path == RESPONSE else answer.body).count(b'"logprob"') >= (12_000 if path != TEXT else 0)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSE])
+async def test_the_log_probabilities_of_answers_are_limited(path: str) -> None:
+    with pytest.raises(InvalidRequest, match="the answers have more than 524288 log probabilities") as caught:
+        await whole_answer(path, 25_000)
+    assert caught.value.param == ("logprobs" if path == TEXT else "top_logprobs")
 
 
 def schemas(part: Any) -> Iterator[dict[str, Any]]:
