@@ -93,7 +93,7 @@ class BackgroundResponses:
         """Compute the response and store it. Returns the reason if it fails."""
         try:
             self._store.keep(tenant, await writer.interim("in_progress"))
-            await writer.whole(pieces)
+            await writer.complete(pieces)
         except KVSidecarError as error:
             return error
         except Exception as error:

@@ -11,12 +11,13 @@ from typing import Any
 import openai
 import pytest
 from kvsidecar.errors import Overloaded
+from kvsidecar.inference.v1 import inference_pb2 as pb
 from openai.types.responses import Response
 
 from benchmarks.node import Node
 from inference_svc.gateway.request_runner import ChoiceChunk
 from inference_svc.gateway.responses_api.background_responses import BackgroundResponses
-from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 from inference_svc.gateway.responses_api.responses_request import ResponsesRequest
 from tests.inference_svc.gateway.conftest import Gateway
@@ -143,6 +144,25 @@ async def test_a_response_that_is_cancelled_twice_is_cancelled() -> None:
 
     assert await asyncio.gather(background.cancel("t", queued), again()) == [True, True]
     assert json.loads(store.find("t", queued).response)["status"] == "cancelled"
+
+
+async def test_a_complete_response_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may have read it as complete; it was encoded once more after it was stored, and could be cancelled."""
+    store, stored = ConversationStore(), asyncio.Event()
+
+    async def keep(one: StoredResponse) -> None:
+        store.keep("t", one)
+        stored.set()
+
+    async def pieces() -> AsyncIterator[ChoiceChunk]:
+        yield ChoiceChunk(0, pb.GenerateStreamResponse(text="hello", finish_reason=pb.FINISH_REASON_STOP))
+
+    background = BackgroundResponses(store)
+    asked = ResponsesRequest(input="hi", background=True)
+    queued = json.loads(await background.start("t", ResponseWriter(asked, "m", keep, [], []), pieces()))["id"]
+    await stored.wait()
+    await background.cancel("t", queued)
+    assert json.loads(store.find("t", queued).response)["status"] == "completed"
 
 
 def test_a_conversation_gets_the_items_when_the_response_is_complete(gateway: Gateway) -> None:
