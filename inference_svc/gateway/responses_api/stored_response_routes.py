@@ -26,6 +26,7 @@ from inference_svc.gateway.openai_fields import json_bytes
 from inference_svc.gateway.page_limit import page_limit
 from inference_svc.gateway.responses_api.background_responses import BackgroundResponses
 from inference_svc.gateway.responses_api.conversation_store import (
+    MAX_CONVERSATION_BYTES,
     ConversationStore,
     StoredResponse,
     check_conversation_size,
@@ -149,9 +150,14 @@ class StoredResponseRoutes:
         return Response(found.response, media_type="application/json")
 
     async def append(self, tenant: Hashable, conversation_id: str, answered: StoredResponse) -> None:
-        """Add a response's input and output to a conversation, unless it was deleted or evicted in the meantime."""
+        """Add a response's input and output to a conversation, unless it was deleted or evicted in the meantime.
+
+        A conversation that other answers have filled in the meantime stays as it is; no request can continue it.
+        """
 
         def with_answer(found: StoredResponse) -> StoredResponse:
+            if len(found.items) > MAX_CONVERSATION_BYTES:
+                return found
             return _extended(found, [*json.loads(answered.items), *json.loads(answered.response)["output"]])
 
         with contextlib.suppress(UnknownResponse):

@@ -46,6 +46,16 @@ async def test_items_that_arrive_at_the_same_time_are_all_kept(
     assert [message["content"] for message in store.messages("t", "conv_a")] == list("abcd")
 
 
+async def test_answers_that_end_at_the_same_time_fill_a_conversation_once(
+    growing: tuple[ConversationStore, StoredResponseRoutes],
+) -> None:
+    """All requests began while it had room; each answer and its input may have megabytes."""
+    store, routes = growing
+    await asyncio.gather(*(routes.append("t", "conv_a", answered(text * 1_100_000)) for text in "abcd"))
+    (item,) = json.loads(store.find("t", "conv_a").items)
+    assert len(item["content"]) == 1_100_000
+
+
 async def test_a_conversation_that_is_deleted_while_it_grows_stays_deleted(
     growing: tuple[ConversationStore, StoredResponseRoutes],
 ) -> None:
