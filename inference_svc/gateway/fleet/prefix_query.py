@@ -45,7 +45,8 @@ class RoutedRequest:
     """The properties of a request that determine its node.
 
     ``before`` is the id of the response or conversation that the request continues. ``only`` is the node that stores
-    ``before``; no other node can answer. ``within_seconds`` is the deadline in the body. ``wait_seconds`` is the
+    ``before``; no other node can answer. ``refers_to_items`` says that the input refers to stored items; a node without
+    them refuses the request. ``within_seconds`` is the deadline in the body. ``wait_seconds`` is the
     client's limit for the wait for a worker. ``headers`` are the headers of the forwarded request.
     """
 
@@ -59,6 +60,7 @@ class RoutedRequest:
     only: Node | None = None
     wait_seconds: float | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    refers_to_items: bool = False
 
 
 def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
@@ -79,16 +81,24 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
         before if path in (RESPONSES, INPUT_TOKENS) and isinstance(before, str) else None,
         body.get("skip_cache") is True,
         within if isinstance(within, int | float) else None,
+        refers_to_items=path in (RESPONSES, INPUT_TOKENS) and _has_reference(body.get("input")),
     )
+
+
+def _has_reference(given: Any) -> bool:
+    """Return whether a response's input refers to an item; the type of a reference may be left out."""
+    items = given if isinstance(given, list) else ()
+    return any(isinstance(item, dict) and "id" in item and item.keys() <= {"type", "id"} for item in items)
 
 
 @dataclass(frozen=True)
 class _CachedPrefix:
-    """A node's answer: the number of tokens in the prompt, and in its cached prefix."""
+    """A node's answer: the number of tokens in the prompt, and in its cached prefix, or that it refuses the prompt."""
 
     node: Node
     prompt_tokens: int
     held_tokens: int
+    refuses: bool = False
 
 
 class PrefixQuery:
@@ -124,8 +134,13 @@ class PrefixQuery:
         if len(able) == 1:
             return able[0]
         named = {node.url: node for node in able}
-        near = nodes_to_query(self._discovery.ring, [node.route_candidate() for node in able], asked.prompt)
-        found = await self._query([named[one.name] for one in near], asked)
+        near = able
+        if not asked.refers_to_items:
+            candidates = [node.route_candidate() for node in able]
+            near = [named[one.name] for one in nodes_to_query(self._discovery.ring, candidates, asked.prompt)]
+        found = await self._query(near, asked)
+        if asked.refers_to_items:
+            found = [one for one in found if not one.refuses] or found
         standings = [one.node.route_candidate(one.held_tokens) for one in found]
         return named[choose_node(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
 
@@ -139,7 +154,7 @@ class PrefixQuery:
 
     async def _query(self, nodes: list[Node], asked: RoutedRequest) -> list[_CachedPrefix]:
         short = asked.prompt.size_bytes < _MIN_QUERY_BYTES
-        if short or asked.path not in PROMPT_PATHS or asked.skips_cache:
+        if not asked.refers_to_items and (short or asked.path not in PROMPT_PATHS or asked.skips_cache):
             return [_CachedPrefix(node, 0, 0) for node in nodes]
         began = time.perf_counter()
         found = await asyncio.gather(*(self._query_node(node, asked) for node in nodes))
@@ -151,7 +166,8 @@ class PrefixQuery:
 
         The reason of a refusal is not needed here: the node reports it again when it gets the request itself.
         """
-        path = WARM_PATH if asked.path == PIN_PATH else asked.path  # both have the same body fields
+        # Both paths of a pair have the same body fields.
+        path = {PIN_PATH: WARM_PATH, INPUT_TOKENS: RESPONSES}.get(asked.path, asked.path)
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.post(
@@ -160,6 +176,8 @@ class PrefixQuery:
                     headers={"Content-Type": "application/json"},
                     extensions=node.extensions,
                 )
+            if answer.is_client_error:
+                return _CachedPrefix(node, 0, 0, refuses=True)
             found = answer.raise_for_status().json()
             node.busy = int(found.get("busy", 0))
             return _CachedPrefix(node, int(found["prompt_tokens"]), int(found["held_tokens"]))

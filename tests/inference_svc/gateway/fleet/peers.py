@@ -36,6 +36,7 @@ class Peer:
     served_code: int = 200
     held_tokens: int = 0
     held: Any = None  # the answer to every request instead
+    held_code: int = 200
     answer: Handler | None = None
     responses: frozenset[str] = frozenset()
     silent: bool = False
@@ -82,8 +83,8 @@ class Peer:
         elif path.startswith("/kvsidecar/v1/held/"):
             self.asked += 1
             said = {"prompt_tokens": 1000, "held_tokens": self.held_tokens, "busy": self.served["busy"]}
-            await says(self.held or said)(writer)
-        elif path.startswith("/v1/responses/"):
+            await says(self.held or said, self.held_code)(writer)
+        elif path.startswith("/v1/responses/") and not body:
             name = path.rpartition("/")[2]
             await says({"id": name}, 200 if name in self.responses else 404)(writer)
         else:

@@ -225,6 +225,18 @@ async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
     assert (away.status_code, away.json()["error"]["code"]) == (503, "unavailable")
 
 
+@pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
+async def test_a_node_that_keeps_the_items_of_an_input_gets_it(reference: dict[str, str]) -> None:
+    """However short the input is and however busy that node: the others refuse the request for good."""
+    lost = {"error": {"message": "input refers to the item 'msg_1', which is not kept"}}
+    others = [Peer(held=lost, held_code=400) for _ in range(2)]
+    kept = Peer(served=SERVED | {"busy": 50})
+    async with fleet_of(*others, kept) as (client, _):
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            body = {"model": "m", "input": [reference, {"role": "user", "content": "and?"}]}
+            assert (await client.post(path, json=body)).json() == {"from": kept.url}
+
+
 async def test_a_model_whose_node_is_away_is_not_unknown() -> None:
     other = Peer(served=SERVED | {"models": [{"id": "other", "object": "model"}]})
     async with fleet_of(Peer(), other) as (client, fleet):
