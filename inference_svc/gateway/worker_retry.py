@@ -82,7 +82,7 @@ class WorkerRetry:
                 async for part in parts:
                     yield part
             except StopAsyncIteration:
-                return
+                raise Unavailable("the worker ended its answer without a message") from None
             except grpc.RpcError as error:
                 raise worker.error_of(error) from error
             finally:

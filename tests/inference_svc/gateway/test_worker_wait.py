@@ -200,6 +200,16 @@ def test_a_body_is_never_so_large_that_no_worker_takes_its_request() -> None:
         GatewayConfig(max_body_bytes=(48 << 20) + 1)
 
 
+async def test_a_worker_that_ends_a_call_without_a_message_is_not_asked_again(tmp_path: Path) -> None:
+    class Mute(Worker):
+        async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+            return
+            yield
+
+    async with serving(Mute(tmp_path / "0"), Worker(tmp_path / "1")) as ask:
+        assert text(await ask()) == "abc"
+
+
 async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:
     """It ends with one sentence, and is no success in the log and the metrics."""
     first, second = Worker(tmp_path / "0", dies=True), Worker(tmp_path / "1")
