@@ -6,6 +6,7 @@ The schemas accept every field of an answer, because OpenAI's SDK sends earlier 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvsidecar.cli.flags import did_you_mean
@@ -24,8 +25,13 @@ EPHEMERAL_SECONDS, DEFAULT_EPHEMERAL_SECONDS = {"5m": 300, "1h": 3600}, 300
 _TEXTS = frozenset(("text", "input_text", "output_text"))
 _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LONGEST_NAME = 64  # a longer name is not compared with the known names
+_MAX_COMPARED = 32  # unknown names of one object that are compared with the known names
 _FIELD_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _ROLES = {"developer": "system", "function": "tool"}
+
+
+def _members(of: type[BodyModel]) -> set[str]:
+    return {field.alias or name for name, field in of.model_fields.items()}
 
 
 class _MessageObject(BodyModel):
@@ -40,14 +46,22 @@ class _MessageObject(BodyModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_unknown(cls, value: Any) -> Any:
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = _members(cls)
         if not isinstance(value, dict) or value.keys() <= known:
             return value
-        left_out = next(str(name) for name in value if name not in known)
-        if did_you_mean(left_out[:_LONGEST_NAME], known):
-            return value  # pydantic refuses it
-        log_line().add(ignored_field=f"{cls.place}.{left_out if _FIELD_NAME.fullmatch(left_out) else 'other'}")
-        return {name: value[name] for name in known if name in value}
+        unknown = [name for name in value if name not in known]
+        kept = {name: value[name] for name in known if name in value}
+        for name in unknown[:_MAX_COMPARED]:
+            if _is_misspelled(name, cls):
+                return kept | {name: value[name]}  # which pydantic refuses
+        log_line().add(ignored_field=f"{cls.place}.{unknown[0] if _FIELD_NAME.fullmatch(unknown[0]) else 'other'}")
+        return kept
+
+
+@lru_cache(maxsize=1024)
+def _is_misspelled(name: str, of: type[_MessageObject]) -> bool:
+    """Return whether a name is almost that of a member. Real clients' names, such as ``reasoning_items``, are not."""
+    return bool(did_you_mean(name[:_LONGEST_NAME], _members(of), cutoff=0.88))
 
 
 class _Part(_MessageObject):

@@ -41,7 +41,7 @@ def test_a_role_that_is_no_name_is_refused(gateway: Gateway, role: Any) -> None:
 
 
 def test_a_member_of_a_message_that_no_api_has_changes_nothing(gateway: Gateway, two: Node) -> None:
-    marked = [{**HELLO[0], "timestamp": 7, "Authorization: x\n": {"a": [1]}}]
+    marked = [{**HELLO[0], "timestamp": 7, "reasoning_items": None, "Authorization: x\n": {"a": [1]}}]
     header_first = [{"Authorization: x\n": 7, **HELLO[0]}]  # the log names the first one
     answers = [
         post(gateway, "/v1/chat/completions", messages=messages, return_token_ids=True).json()
@@ -66,12 +66,15 @@ def test_members_of_parts_and_calls_that_no_api_has_change_nothing(gateway: Gate
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     answers = [
         post(gateway, "/v1/chat/completions", messages=messages, tools=tools, return_token_ids=True)
-        for messages in (history(), history(provider_specific_fields={"a": 1}, extra_content=None))
+        for messages in (
+            history(),
+            history(provider_specific_fields={"a": 1}, extra_content=None, reasoning_items=None),
+        )
     ]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     assert answers[0].json()["prompt_token_ids"] == answers[1].json()["prompt_token_ids"]
     misspelled = history()
-    misspelled[1]["tool_calls"][0]["function"]["argument"] = "{}"
+    misspelled[1]["tool_calls"][0]["function"] |= {"own": 1, "argument": "{}"}
     refused = post(gateway, "/v1/chat/completions", messages=misspelled, tools=tools)
     assert (refused.status_code, refused.json()["error"]["param"]) == (
         400,

@@ -55,14 +55,14 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.75) -> str:
     """Suggest a known name that is similar to a given name.
 
     Returns " (did you mean NAME?)", or "" if there is none. Ignores the common ``prefix``, which would make all names
-    similar.
+    similar. ``cutoff`` is the minimum similarity, at most 1.
     """
     rests = sorted(each.removeprefix(prefix) for each in known)
-    close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=cutoff)
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
