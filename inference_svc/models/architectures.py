@@ -13,10 +13,18 @@ from transformers import PretrainedConfig
 from inference_svc.models.rope_scaling import check_rope_scaling
 from inference_svc.models.supported_architectures import check_name
 
+# Granite's and Cohere's scales of embeddings and logits. Those inside layers are computed by the model's own layers.
+_SCALES = ("embedding_multiplier", "logits_scaling", "logit_scale")
+
 
 def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
     """Raise ModelUnsupported with the reason. Without ``strict``, architectures that were not verified pass."""
     check_name(name, strict)
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")
+    for option in _SCALES:
+        if getattr(config, option, None) not in (None, 1):
+            raise ModelUnsupported(
+                f"{name} scales by {option} ({getattr(config, option)}) outside of its layers, which is not computed here"
+            )
     check_rope_scaling(name, config)

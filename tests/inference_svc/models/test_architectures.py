@@ -213,6 +213,17 @@ def test_rope_that_depends_on_length_is_refused() -> None:
         check_architecture("LlamaForCausalLM", config)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [t.GraniteConfig(embedding_multiplier=12.0), t.GraniteConfig(logits_scaling=8.0), t.CohereConfig(logit_scale=0.06)],
+)
+def test_scales_outside_of_the_layers_are_refused_also_of_unverified_models(config: t.PretrainedConfig) -> None:
+    """Only the layers, the norm and the head are called: Granite's tokens were wrong."""
+    check_architecture("GraniteForCausalLM", t.GraniteConfig(), strict=False)
+    with pytest.raises(ModelUnsupported, match="outside of its layers"):
+        check_architecture("GraniteForCausalLM", config, strict=False)
+
+
 def test_models_that_look_ahead_are_refused() -> None:
     config = t.Gemma3TextConfig(**COMMON, use_bidirectional_attention=True)
     with pytest.raises(ModelUnsupported, match="both directions"):
