@@ -23,8 +23,6 @@ def check_architecture(name: str, config: PretrainedConfig, strict: bool = True)
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")
     for option in _SCALES:
-        if getattr(config, option, None) not in (None, 1):
-            raise ModelUnsupported(
-                f"{name} scales by {option} ({getattr(config, option)}) outside of its layers, which is not computed here"
-            )
+        if (value := getattr(config, option, None)) not in (None, 1):
+            raise ModelUnsupported(f"{name} scales by {option} ({value}) outside of its layers, which is not computed")
     check_rope_scaling(name, config)

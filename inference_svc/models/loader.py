@@ -130,7 +130,7 @@ class LoadedModel:
         """
         wanted: Any = getattr(self.model, "generation_config", None)
         sampled = getattr(wanted, "do_sample", None)
-        stated = {name: getattr(wanted, name, None) for name in (SAMPLING if sampled else GREEDY_SAMPLING)}
+        stated = {name: getattr(wanted, name, None) for name in (GREEDY_SAMPLING if sampled is False else SAMPLING)}
         found = {name: value for name, value in stated.items() if value is not None}
         return found if sampled or sampled is None else {"temperature": 0.0} | found
 

@@ -40,9 +40,10 @@ def test_what_a_request_leaves_open_is_as_the_models_makers_recommend(tmp_path: 
         ({"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.1}, {"min_p": 0.05, "repetition_penalty": 1.1}),
         ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"temperature": 0.25, "top_p": 0.9}, {"temperature": 0.25, "top_p": 0.9}),
         ({"do_sample": True, "temperature": 3.0, "top_k": -1, "top_p": "high", "min_p": 0.05}, {"min_p": 0.05}),
     ],
-    ids=["sampled", "greedy", "only a penalty", "values that are not allowed"],
+    ids=["sampled", "greedy", "only a penalty", "without do_sample", "values that are not allowed"],
 )
 def test_what_is_recommended_is_the_default_where_it_is_allowed(
     tmp_path: Path, recommended: dict[str, Any], expected: dict[str, Any]
