@@ -186,6 +186,6 @@ def key_from_file(path: Path) -> bytes:
 
 
 def key_from_environment(name: str) -> bytes | None:
-    """Return the key of an environment variable (hex digits), or None. Raises ConfigurationError."""
+    """Return the key of an environment variable (hex digits); None if unset or empty. Raises ConfigurationError."""
     text = os.environ.get(name)
-    return None if text is None else parse_key(text.encode(), f"the environment variable {name}")
+    return parse_key(text.encode(), f"the environment variable {name}") if text else None

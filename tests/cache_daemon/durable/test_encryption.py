@@ -225,3 +225,8 @@ def test_keys_come_from_private_files_or_the_environment(tmp_path: Path, monkeyp
     with pytest.raises(ConfigurationError, match="has 5 bytes; AES-256 takes 32"):
         LmdbTier(tmp_path / "store", BUDGET, key=b"short")
     assert not os.path.exists(tmp_path / "store")
+
+
+def test_an_empty_key_variable_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSIDECAR_TEST_KEY", "")
+    assert key_from_environment("KVSIDECAR_TEST_KEY") is None
