@@ -84,7 +84,10 @@ class TrafficTrace:
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._drop(str(error))
 
     # ---- on the thread --------------------------------------------------------------------------------------
 

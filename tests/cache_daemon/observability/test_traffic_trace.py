@@ -138,3 +138,13 @@ def test_policies_are_judged_on_a_recorded_trace(tmp_path: Path) -> None:
     assert [(r.tokens, len(r.path)) for r in found] == [(600, 2), (600, 2), (612, 2)]
     assert found[0].path == found[1].path
     assert found[0].path[0] is found[2].path[0]
+
+
+def test_a_full_disk_makes_a_trace_incomplete_and_its_end_raises_nothing(tmp_path: Path) -> None:
+    trace = TrafficTrace(tmp_path / "trace.jsonl", 1 << 20)
+    trace._file.close()
+    with Path("/dev/full").open("wb", buffering=1 << 16) as full:
+        trace._file = full
+        trace.record_prompt(bytes(32), keys.token_bytes([1, 2, 3]))
+        trace.close()
+    assert not trace.complete
