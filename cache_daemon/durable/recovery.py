@@ -91,11 +91,7 @@ def _repair(folder: StoreDir, cipher: Cipher, reason: str) -> StoreScan:
     """
     file = PageFile(folder.data, skip_unreadable=True)
     scan = lenient_scan(file)
-    if not scan.format and not scan.records and not _looks_like_ours(file):
-        raise StoreUnavailable(
-            f"cannot open the store in {folder.path}: data.mdb is no store of this program ({reason}); "
-            "repair or remove the folder, or choose another --store"
-        )
+    check_is_ours(folder.path, file, scan, reason)
     check_key(folder.path, scan, cipher)
     try:
         saved = rebuild(folder, scan, cipher, keep_damaged=True)
@@ -113,6 +109,15 @@ def _repair(folder: StoreDir, cipher: Cipher, reason: str) -> StoreScan:
             kept_as=str(saved.kept_as),
         )  # fmt: skip
     return strict_scan(PageFile(folder.data))
+
+
+def check_is_ours(folder: Path, file: PageFile, scan: StoreScan, reason: str) -> None:
+    """Raise StoreUnavailable when a corrupt data file is another program's; ``reason`` names the corruption."""
+    if not scan.format and not scan.records and not _looks_like_ours(file):
+        raise StoreUnavailable(
+            f"cannot open the store in {folder}: data.mdb is no store of this program ({reason}); "
+            "repair or remove the folder, or choose another --store"
+        )
 
 
 def _looks_like_ours(file: PageFile) -> bool:

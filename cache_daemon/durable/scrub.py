@@ -13,7 +13,7 @@ from cache_daemon.durable.durable_tier import OutOfSpace, TierFailed
 from cache_daemon.durable.encryption import cipher_for
 from cache_daemon.durable.lmdb_file import LmdbCorruption, PageFile
 from cache_daemon.durable.record_format import CorruptRecord, decrypt_header
-from cache_daemon.durable.recovery import check_key, other_version
+from cache_daemon.durable.recovery import check_is_ours, check_key, other_version
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import UnsupportedVersion, lenient_scan, strict_scan
 from cache_daemon.durable.tier_contents import read_contents
@@ -44,8 +44,8 @@ def scrub(folder: Path, repair: bool, key: bytes | None = None, progress: Progre
     """Verify a store; with ``repair``, remove corrupt records and set a corrupt file aside.
 
     ``progress`` gets the number of verified chunks and the total. Raises StoreUnavailable when the store is in use, of
-    another version, encrypted with another key, or cannot be read or rewritten. Raises ConfigurationError for an
-    impossible key.
+    another version or another program, encrypted with another key, or cannot be read or rewritten. Raises
+    ConfigurationError for an impossible key.
     """
     cipher = cipher_for(key)
     held = StoreDir(folder, create=False)
@@ -55,6 +55,7 @@ def scrub(folder: Path, repair: bool, key: bytes | None = None, progress: Progre
             scan = strict_scan(file)
         except LmdbCorruption as corruption:
             scan = lenient_scan(file)
+            check_is_ours(folder, file, scan, str(corruption))
             if str(corruption) not in scan.problems:
                 scan.problems.insert(0, str(corruption))
         check_key(folder, scan, cipher)

@@ -66,3 +66,13 @@ def test_a_store_in_use_or_not_there_is_refused(tmp_path: Path) -> None:
     tier.close()
     with pytest.raises(StoreUnavailable, match="cannot open the store"):
         scrub(tmp_path / "b", repair=True)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_file_of_another_program_is_refused_and_unchanged(tmp_path: Path, repair: bool) -> None:
+    foreign = b"garbage" * 5000
+    (tmp_path / "data.mdb").write_bytes(foreign)
+    with pytest.raises(StoreUnavailable, match="no store of this program"):
+        scrub(tmp_path, repair=repair)
+    assert (tmp_path / "data.mdb").read_bytes() == foreign
+    assert not list(tmp_path.glob("*.damaged-*"))
