@@ -44,9 +44,11 @@ class StoreDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise StoreUnavailable(
-                f"another daemon uses the store in {path}; stop it, or choose another --store"
-            ) from error
+            if isinstance(error, BlockingIOError):
+                text = f"another daemon uses the store in {path}; stop it, or choose another --store"
+            else:
+                text = f"cannot open the store in {path}: {error}; choose another --store"
+            raise StoreUnavailable(text) from error
         shutil.rmtree(self.rebuild, ignore_errors=True)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,12 @@ def test_a_file_of_another_program_is_refused_and_unchanged(tmp_path: Path, repa
         scrub(tmp_path, repair=repair)
     assert (tmp_path / "data.mdb").read_bytes() == foreign
     assert not list(tmp_path.glob("*.damaged-*"))
+
+
+def test_a_file_system_without_locks_is_no_other_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StoreUnavailable, match=r"^cannot open the store in .*No locks available"):
+        scrub(tmp_path, repair=False)
