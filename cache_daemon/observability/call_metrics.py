@@ -5,6 +5,7 @@ One instance per daemon; used on the event loop. ``CallMetrics.failing`` decides
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -132,6 +133,6 @@ def _status_of(error: BaseException | None) -> str:
         return "OK"
     if is_internal(error):
         return _INTERNAL
-    if isinstance(error, grpc.aio.InternalError):
+    if isinstance(error, (grpc.aio.InternalError, asyncio.CancelledError)):
         return "CANCELLED"
     return str(getattr(error, "reason", type(error).__name__.upper()))

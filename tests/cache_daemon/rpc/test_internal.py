@@ -148,3 +148,9 @@ def test_few_failures_and_failures_among_many_calls_are_no_outage() -> None:
     now[0] += 61
     outcomes.note("List", internal=True)
     assert outcomes.failing is None
+
+
+def test_a_cancelled_call_is_counted_as_cancelled() -> None:
+    metrics = CallMetrics()
+    metrics.note("Match", 0.1, asyncio.CancelledError())
+    assert dict(metrics.totals) == {("Match", "CANCELLED"): 1}
