@@ -65,10 +65,13 @@ def _check_memory(config: DaemonConfig) -> None:
 
 
 def _check_store(folder: Path, budget_bytes: int) -> None:
-    """Warn if the store can grow beyond its file system."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    found = os.statvfs(there)
-    used = sum(path.stat().st_blocks * 512 for path in folder.glob("*.mdb"))
+    """Warn if the store can grow beyond its file system. Opening the store reports a folder that cannot be read."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        found = os.statvfs(there)
+        used = sum(path.stat().st_blocks * 512 for path in folder.glob("*.mdb"))
+    except OSError:
+        return
     free, most = found.f_bavail * found.f_frsize + used, DiskSpace(budget_bytes).max_bytes
     if most > free:
         log.warning(

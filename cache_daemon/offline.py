@@ -229,7 +229,11 @@ def _folder(store: Path | None) -> Path:
 
 def _existing_folder(store: Path | None) -> Path:
     folder = _folder(store)
-    if not (folder / "data.mdb").is_file():
+    try:
+        exists = (folder / "data.mdb").is_file()
+    except OSError as error:
+        raise StoreUnavailable(f"cannot read the store in {folder}: {error}") from error
+    if not exists:
         raise StoreUnavailable(f"there is no store in {folder}; name its folder with --store")
     return folder
 

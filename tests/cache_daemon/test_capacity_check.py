@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -92,6 +93,19 @@ def test_sizes_that_may_not_fit_later_are_warned_of(limit: MemoryLimit, tmp_path
         assert any(event.startswith("staging is larger than the arena") for event in warned)
     finally:
         daemon.stop()
+
+
+def test_a_folder_that_cannot_be_read_is_left_to_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Opening the store says it in one sentence; the check before it ended the daemon with a traceback."""
+    stat = Path.stat
+
+    def refused(self: Path, **options: bool) -> os.stat_result:
+        if tmp_path / "private" in self.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    capacity_check.check_capacity(DaemonConfig(store=tmp_path / "private" / "store", arena_bytes=MIB))
 
 
 def test_an_index_counts_if_its_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

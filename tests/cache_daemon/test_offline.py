@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -83,6 +84,19 @@ def test_verifying_says_when_there_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(KVSidecarError, match="no store in"):
         on_store("verify", "--store", tmp_path)
     assert not list(tmp_path.iterdir()), "looking makes nothing"
+
+
+def test_verifying_says_when_the_store_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = Path.stat
+
+    def refused(self: Path, **options: bool) -> os.stat_result:
+        if tmp_path / "private" in self.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(StoreUnavailable, match=r"cannot read the store in .*: .*Permission denied"):
+        on_store("verify", "--store", tmp_path / "private" / "store")
 
 
 def test_the_folder_none_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
