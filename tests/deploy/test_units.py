@@ -46,6 +46,13 @@ def test_systemd_finds_nothing_wrong(units: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("name", [unit.name for unit in UNITS])
+def test_a_process_that_fails_again_and_again_is_started_again(name: str) -> None:
+    """By default, systemd gives up after 5 starts in 10 s, for example if a port is in use at boot."""
+    text = (DEPLOY / "systemd" / name).read_text(encoding="utf-8")
+    assert "\nStartLimitIntervalSec=0\n" in text.partition("[Service]")[0]
+
+
+@pytest.mark.parametrize("name", [unit.name for unit in UNITS])
 def test_little_is_open_to_a_process_that_was_taken_over(units: list[Path], name: str) -> None:
     unit = next(u for u in units if u.name == name)
     done = analyze("security", "--offline=yes", f"--threshold={MOST_EXPOSED}", str(unit))

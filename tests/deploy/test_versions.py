@@ -48,6 +48,14 @@ def test_the_commands_that_build_images_name_it(name: str) -> None:
     assert set(named) == {__version__}
 
 
+@pytest.mark.parametrize("name", ["container/Containerfile", "container/Containerfile.vllm", "README.md"])
+def test_the_commands_that_build_images_leave_out_what_is_not_the_source(name: str) -> None:
+    """The command for CUDA did not: environments of gigabytes, and kernels of another C library, got into the image."""
+    found = re.findall(r"podman build .*", (ROOT / "deploy" / name).read_text())
+    assert found
+    assert [line for line in found if "--ignorefile deploy/container/ignore" not in line] == []
+
+
 def test_the_changelog_has_it() -> None:
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
