@@ -52,7 +52,7 @@ class _MessageObject(BodyModel):
         unknown = [name for name in value if name not in known]
         kept = {name: value[name] for name in known if name in value}
         for name in unknown[:_MAX_COMPARED]:
-            if _is_misspelled(name, cls):
+            if _is_misspelled(name[:_LONGEST_NAME], cls):
                 return kept | {name: value[name]}  # which pydantic refuses
         log_line().add(ignored_field=f"{cls.place}.{unknown[0] if _FIELD_NAME.fullmatch(unknown[0]) else 'other'}")
         return kept
@@ -61,7 +61,7 @@ class _MessageObject(BodyModel):
 @lru_cache(maxsize=1024)
 def _is_misspelled(name: str, of: type[_MessageObject]) -> bool:
     """Return whether a name is almost that of a member. Real clients' names, such as ``reasoning_items``, are not."""
-    return bool(did_you_mean(name[:_LONGEST_NAME], _members(of), cutoff=0.88))
+    return bool(did_you_mean(name, _members(of), cutoff=0.88))
 
 
 class _Part(_MessageObject):
