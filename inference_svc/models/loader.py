@@ -53,7 +53,7 @@ from inference_svc.models.linear.quantized_linear import pick_weight_bits, quant
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
 from inference_svc.models.mixture_of_experts import register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
-from inference_svc.models.model_check import check_folder
+from inference_svc.models.model_check import check_dtypes, check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.model_shape import heads_of, projection_share
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
@@ -206,6 +206,7 @@ def load(
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
         folder = convert_gguf(source, getattr(torch, dtype), coded=coded)
     check_folder(folder)
+    check_dtypes(folder)
     identity = weights_fingerprint.of_directory(folder, log.info)
     config = read_config(folder)
     architecture = (config.architectures or ["(none named)"])[0]

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.checkpoint_files import tensor_files
+from kvsidecar.models.checkpoint_files import tensor_dtypes, tensor_files
 
 from inference_svc.models.model_resolver import resolve
 from inference_svc.models.random_models import PREFIX, check_shape
 from inference_svc.models.supported_architectures import check_name
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_WEIGHT_DTYPES = ("F32", "BF16", "F16", "F64")  # of weights that are not quantized, in the words of safetensors
 _GGUF_MAGIC = b"GGUF"
 # The draft model is a copy of the model itself, at fewer bits.
 SELF = "self"
@@ -64,6 +65,7 @@ def check_model(name: str, strict: bool) -> None:
         return
     check_folder(found)
     tensor_files(found)
+    check_dtypes(found)
     kinds = _read_object(found / "config.json").get("architectures")
     check_name((kinds or ["(none named)"])[0], strict)
 
@@ -76,6 +78,22 @@ def check_folder(folder: Path) -> None:
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         raise ModelUnsupported(f"{folder} has no tokenizer: no {', '.join(_VOCABULARIES)}; download the model again")
     _check_settings(folder)
+
+
+def check_dtypes(folder: Path) -> None:
+    """Raise ModelUnsupported for quantized weights in a folder whose config.json has no quantization_config.
+
+    Some exports describe their scales elsewhere, such as in hf_quant_config.json. Nothing would apply these scales.
+    """
+    if _read_object(folder / "config.json").get("quantization_config"):
+        return
+    for name, dtype in sorted(tensor_dtypes(folder).items()):
+        # A tensor of any name may be floating point of 8 or fewer bits; masks and counters are integers.
+        if dtype not in _WEIGHT_DTYPES and (name.endswith(".weight") or dtype.startswith("F")):
+            raise ModelUnsupported(
+                f"{name} is {dtype} in {folder}, whose config.json has no quantization_config; allowed are "
+                f"{', '.join(_WEIGHT_DTYPES)}: use a checkpoint that is not quantized"
+            )
 
 
 def _check_settings(folder: Path) -> None:

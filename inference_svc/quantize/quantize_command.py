@@ -24,7 +24,7 @@ from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
-from inference_svc.models.model_check import check_folder
+from inference_svc.models.model_check import check_dtypes, check_folder
 from inference_svc.models.model_resolver import resolve
 from inference_svc.models.pretrained_files import read_config, read_tokenizer
 from inference_svc.models.progress_bar import progress_bar
@@ -139,6 +139,7 @@ def _folder_of(name: str) -> Path:
         source = open_source(found)
         found = convert_gguf(source, pick_dtype("auto", source.dtype, pick_device("cpu")))
     check_folder(found)
+    check_dtypes(found)
     return found
 
 

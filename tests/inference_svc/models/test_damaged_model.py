@@ -14,8 +14,10 @@ from kvsidecar.errors import ModelUnsupported
 from safetensors.torch import load_file, save_file
 
 from inference_svc.models import loader, prepare_command
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.model_check import check_model
 from inference_svc.models.model_resolver import DEMO_MODEL
+from tests.inference_svc.tensor_parallel.rank_threads import on_ranks
 
 
 @pytest.fixture
@@ -108,3 +110,51 @@ def test_bytes_after_the_weights_are_damage(folder: Path) -> None:
         data.write(b"more")
     with pytest.raises(ModelUnsupported, match=re.escape(str(folder))):
         loader.load(str(folder))
+
+
+@pytest.fixture(params=[("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2), ("I8", torch.int8)])
+def unmarked(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, str]:
+    """A copy with one quantized weight, of which config.json says nothing, and the sentence that refuses it."""
+    dtype, quantized = request.param
+    name = "model.layers.1.self_attn.q_proj.weight"
+    weights = load_file(folder / "model.safetensors")
+    scale = weights[name].float().abs().max() / 100
+    changed = {name: (weights[name].float() / scale).to(quantized), f"{name}_scale": scale}
+    save_file(weights | changed, folder / "model.safetensors", {"format": "pt"})
+    return folder, (
+        f"{name} is {dtype} in {folder}, whose config.json has no quantization_config; allowed are F32, BF16, F16, F64:"
+        " use a checkpoint that is not quantized"
+    )
+
+
+def test_quantized_weights_without_a_quantization_config_are_refused(
+    unmarked: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scales were ignored, so that the model wrote nonsense. The meta device is the GPU."""
+    folder, said = unmarked
+    name = str(folder)
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(name, device="cpu")
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(name, device="cpu", stream=StreamingOptions("full_stream"))
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        on_ranks(2, tmp_path, lambda group: loader.load(name, device="cpu", ranks=group))
+    monkeypatch.setattr(loader, "pick_device", lambda _: torch.device("meta"))
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        loader.load(name)
+
+
+def test_quantized_weights_are_refused_before_torch_is_imported(unmarked: tuple[Path, str]) -> None:
+    folder, said = unmarked
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        check_model(str(folder), strict=True)
+
+
+def test_float64_weights_and_integer_masks_are_read(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].double()
+    mask = torch.ones(4, dtype=torch.uint8)
+    save_file(weights | {"model.layers.0.self_attn.bias": mask}, folder / "model.safetensors", {"format": "pt"})
+    check_model(str(folder), strict=True)
+    loaded, whole = (loader.load(str(name), device="cpu").model.state_dict() for name in (folder, DEMO_MODEL))
+    assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())

@@ -208,6 +208,14 @@ def test_damaged_weights_are_refused_by_name(fault: str, qwen2: Path, tmp_path: 
     assert {"nan": name, "large": "model.layers.1.", "missing": name, "truncated": str(file)}[fault] in refused(folder)
 
 
+def test_weights_of_8_bits_without_a_quantization_config_are_refused(qwen2: Path, tmp_path: Path, refused: Any) -> None:
+    folder = shutil.copytree(qwen2, tmp_path / "model")
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
+    assert f"{name} is F8_E4M3 in {folder}" in refused(folder)
+
+
 def test_files_that_cannot_be_read_are_named(qwen2: Path, tmp_path: Path, refused: Any) -> None:
     folder = changed(qwen2, tmp_path / "config", rms_norm_eps="x")
     assert f"cannot read {folder / 'config.json'}: " in refused(folder)

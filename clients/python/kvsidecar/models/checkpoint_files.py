@@ -53,7 +53,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """
     where: dict[str, Path] = {}
     for file in weight_files(folder):
-        for name in _names(file):
+        for name in _dtypes(file):
             if name in where:
                 raise ModelUnsupported(
                     f"{folder} has the tensor {name} in {where[name].name} and in {file.name}; keep one model's files"
@@ -62,11 +62,19 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return where
 
 
+def tensor_dtypes(folder: Path) -> dict[str, str]:
+    """Map each tensor of a folder's weights to its dtype in the words of safetensors, such as ``BF16``.
+
+    Raises ModelUnsupported for a damaged or unreadable file.
+    """
+    return {name: dtype for file in weight_files(folder) for name, dtype in _dtypes(file).items()}
+
+
 def _matches(folder: Path, pattern: str) -> list[Path]:
     return sorted(file for file in folder.glob(pattern) if file.is_file())
 
 
-def _names(file: Path) -> list[str]:
+def _dtypes(file: Path) -> dict[str, str]:
     try:
         size = file.stat().st_size
         with file.open("rb") as data:
@@ -76,6 +84,7 @@ def _names(file: Path) -> list[str]:
                 raise ModelUnsupported(f"{file} is damaged: it is truncated, or no safetensors file; {_AGAIN}")
             tensors = json.loads(data.read(length))
         tensors.pop("__metadata__", None)
+        found = {name: str(tensor.get("dtype")) for name, tensor in tensors.items()}
         needed = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
     except OSError as error:
         raise ModelUnsupported(f"cannot read {file}: {str(error.strerror).lower()}") from error
@@ -85,4 +94,4 @@ def _names(file: Path) -> list[str]:
         raise ModelUnsupported(
             f"{file} is damaged: it has {size - 8 - length} bytes of tensors instead of {needed}; {_AGAIN}"
         )
-    return list(tensors)
+    return found
