@@ -109,6 +109,27 @@ def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_anoth
         link.close()
 
 
+def test_a_session_whose_memory_cannot_be_released_is_followed_by_another(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's driver may refuse to unmap an arena. The thread ended, and the engine never attached again."""
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "unmaps", descriptor())
+    try:
+        assert link.wait(30)
+        held = link.session
+        assert held is not None
+
+        def refuses() -> None:
+            monkeypatch.undo()
+            raise OSError("cuIpcCloseMemHandle failed")
+
+        monkeypatch.setattr(held.transport, "close", refuses)
+        link.drop(held)
+        until(lambda: link.session not in (None, held))
+    finally:
+        link.close()
+
+
 def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
     link = DaemonConnection(ServiceAddress(node.cache_socket), "often", descriptor())
     try:

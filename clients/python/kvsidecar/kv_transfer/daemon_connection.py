@@ -35,7 +35,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.enable_retries", 0),
 ]
 # Errors of a lack of threads or memory, and of a GPU that refuses a mapping: a later attempt may succeed.
-_LACKING = (RuntimeError, MemoryError)
+_LACKING = (RuntimeError, MemoryError, OSError)
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
 
@@ -179,10 +179,10 @@ class DaemonConnection:
             finally:
                 watchdog.cancel()
                 self._session = self._current = None
-                if session is not None:
-                    session.end()
                 outgoing.put(None)
                 incoming.cancel()
+                if session is not None:
+                    session.end()
             return held
 
     def _serve_session(
