@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from kvsidecar.cli import service_commands
 from kvsidecar.cli.root_command import app
-from kvsidecar.errors import Unavailable
+from kvsidecar.errors import InvalidRequest, Unavailable
 from typer.testing import CliRunner
 
+from benchmarks.node import free_port
 from cache_daemon.config import DaemonConfig
 from inference_svc.node.supervisor import ServeConfig
 
@@ -75,3 +76,24 @@ def test_every_command_finds_a_node_in_the_folder_that_serve_was_told(
     assert ServeConfig().runtime_dir == tmp_path
     assert DaemonConfig().socket == tmp_path / "cache.sock"
     assert str(tmp_path) in CliRunner().invoke(app, ["status"]).output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "hi", "--model", "m", "--temperature", "nan", "--url"], "cannot be sent as JSON"),
+        (["generate", "caf\udce9", "--model", "m", "--url"], "cannot be sent as JSON"),
+        (["warm", "FILE", "--url"], "cannot be sent as JSON"),
+        (["why", "req_1", "--salt", "\udce9", "--url"], "--salt is not UTF-8; give it as @FILE"),
+        (["warm", "FILE", "--salt", "\udce9", "--url"], "--salt is not UTF-8; give it as @FILE"),
+    ],
+)
+def test_values_that_no_request_can_have_are_refused_in_a_sentence(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    """An argument that is not UTF-8 has surrogates. All of these ended with a traceback."""
+    (tmp_path / "list.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    given = [str(tmp_path / "list.jsonl") if one == "FILE" else one for one in arguments]
+    done = CliRunner().invoke(app, [*given, f"http://127.0.0.1:{free_port()}"])
+    assert isinstance(done.exception, InvalidRequest), done.output
+    assert said in str(done.exception)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,6 +39,16 @@ Ca = Annotated[
 ]
 Cert = Annotated[Path | None, typer.Option(help="PEM file of your certificate, for a gateway that requires one.")]
 Key = Annotated[Path | None, typer.Option(help="PEM file of its key.")]
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+def json_body(body: dict[str, Any]) -> bytes:
+    """Encode a request to a gateway. Raises InvalidRequest for NaN, infinity, and text that is no Unicode."""
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise InvalidRequest(f"the request cannot be sent as JSON: {error}") from None
 
 
 @dataclass(frozen=True)

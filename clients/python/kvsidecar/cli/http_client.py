@@ -8,7 +8,14 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvsidecar.cli.gateway_target import TlsFiles, failure_text, gateway_client, refuse_mixed_targets
+from kvsidecar.cli.gateway_target import (
+    JSON_HEADERS,
+    TlsFiles,
+    failure_text,
+    gateway_client,
+    json_body,
+    refuse_mixed_targets,
+)
 from kvsidecar.cli.worker_client import connected
 from kvsidecar.client import Client, Completion, CompletionChunk
 from kvsidecar.errors import (
@@ -94,8 +101,9 @@ class HttpClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        content = json_body(body)
         try:
-            with self._client.stream("POST", path, json=body) as answer:
+            with self._client.stream("POST", path, content=content, headers=JSON_HEADERS) as answer:
                 if answer.status_code != 200:
                     _body(answer.status_code, answer.read())
                 splitter = LineSplitter()

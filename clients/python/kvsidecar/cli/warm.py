@@ -15,6 +15,7 @@ import typer
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.cli.cache.daemon_target import salt_bytes
 from kvsidecar.cli.gateway_target import (
+    JSON_HEADERS,
     ApiKey,
     Ca,
     Cert,
@@ -23,6 +24,7 @@ from kvsidecar.cli.gateway_target import (
     Url,
     failure_text,
     gateway_client,
+    json_body,
     refuse_mixed_targets,
 )
 from kvsidecar.cli.worker_client import Adapter, Address, connected, console
@@ -216,7 +218,8 @@ def _gateway(client: httpx.Client, salt: str, model: str, kept: int | None, wait
                 timeout = httpx.Timeout(left + 5, connect=min(left, 5))
                 allowed = {"within_seconds": min(left, _NO_HURRY_SECONDS)}
                 try:
-                    return _warmed(client.post(_PATH, json=body | allowed, timeout=timeout))
+                    content = json_body(body | allowed)
+                    return _warmed(client.post(_PATH, content=content, headers=JSON_HEADERS, timeout=timeout))
                 except httpx.ReadTimeout:
                     raise DeadlineExceeded("the gateway did not answer in time") from None
                 except (httpx.TransportError, Unavailable) as error:

@@ -82,10 +82,9 @@ def _ask(client: httpx.Client, request_id: str, salt: str) -> dict[str, Any]:
     import httpx  # lazy: slow to import
 
     url = str(client.base_url).rstrip("/")
+    headers = {"X-Cache-Salt": quote(salt_bytes(salt))} if salt else {}
     try:
-        answer = client.get(
-            _PATH + quote(request_id, safe=""), headers={"X-Cache-Salt": quote(salt_bytes(salt))} if salt else {}
-        )
+        answer = client.get(_PATH + quote(request_id, safe=""), headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
         raise Unavailable(f"{url} does not answer: {failure_text(error)}") from error
     try:

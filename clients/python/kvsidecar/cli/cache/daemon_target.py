@@ -127,7 +127,10 @@ def namespace_bytes(text: str) -> bytes:
 def salt_bytes(text: str) -> bytes:
     """Return the given salt, or the content of ``@FILE`` without the line end. Raises InvalidRequest."""
     if not text.startswith("@"):
-        return text.encode()
+        try:
+            return text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("--salt is not UTF-8; give it as @FILE") from None
     try:
         return Path(text[1:]).read_bytes().rstrip(b"\r\n")
     except OSError as error:
