@@ -154,7 +154,7 @@ def test_float64_weights_and_integer_masks_are_read(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"].double()
     mask = torch.ones(4, dtype=torch.uint8)
-    save_file(weights | {"model.layers.0.self_attn.bias": mask}, folder / "model.safetensors", {"format": "pt"})
+    save_file(weights | {"model.layers.0.self_attn.causal_mask": mask}, folder / "model.safetensors", {"format": "pt"})
     check_model(str(folder), strict=True)
     loaded, whole = (loader.load(str(name), device="cpu").model.state_dict() for name in (folder, DEMO_MODEL))
     assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
