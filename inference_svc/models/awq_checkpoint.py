@@ -28,6 +28,7 @@ from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
 from inference_svc.models.mixture_of_experts import num_experts
 from inference_svc.models.safetensors_reader import shape_in, tensor_in
+from inference_svc.models.surplus_weights import check_surplus
 
 METHODS = ("awq", compressed_tensors.METHOD, gguf_codes.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
@@ -133,7 +134,7 @@ def load_awq(
     """Load a model from a folder to a device, layer by layer. Its unquantized parts get ``dtype``.
 
     Weights for which ``keep`` builds no layer are dequantized. Raises ModelUnsupported for another format, and if the
-    files lack a weight of the model, or have a quantized one that the model does not have.
+    files lack a weight of the model, or have one that the model has no place for.
     """
     check_quantization(config)
     del config.quantization_config
@@ -143,6 +144,7 @@ def load_awq(
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := sorted({*linears} - layers):
         raise ModelUnsupported(f"{folder} has quantized weights of {unknown[0]}, which is no linear layer of the model")
+    check_surplus(folder, model, where)
     state: dict[str, Tensor] = {}
     with Progress(transient=True) as progress:
         for name, parts in progress.track(

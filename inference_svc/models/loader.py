@@ -24,7 +24,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models import weights_fingerprint
-from kvsidecar.models.checkpoint_files import weight_files
+from kvsidecar.models.checkpoint_files import tensor_files, weight_files
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ from inference_svc.models.layer_streaming.weight_source import CheckpointWeights
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
 from inference_svc.models.meta_model import build_meta_model, set_generation_config, set_weights
-from inference_svc.models.mixture_of_experts import register_experts
+from inference_svc.models.mixture_of_experts import num_experts, register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_dtypes, check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
@@ -61,6 +61,7 @@ from inference_svc.models.pretrained_files import read_config, read_model, read_
 from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.models.random_models import config_of_shape
 from inference_svc.models.rope_scaling import freeze_longrope
+from inference_svc.models.surplus_weights import check_surplus
 from inference_svc.models.tensor_parallel.parallel_layers import parallelize
 from inference_svc.models.tensor_parallel.rank_group import RankGroup
 from inference_svc.models.tensor_parallel.shard_loader import load_shard, random_shard
@@ -233,6 +234,8 @@ def load(
         if stream.mode != "off":
             recipe = _recipe(folder, config, chosen, width, packed, keep, place, own_head)
         if recipe is not None and (_must_stream(stream, recipe) or _is_needed(folder, recipe, width, stream, place)):
+            if not num_experts(config):  # of a mixture, the files and the model name the weights differently
+                check_surplus(folder, recipe.meta_model(), tensor_files(folder))
             model, streamed = load_streamed(recipe, kept, stream, device=place)
             set_generation_config(model, folder)
         elif shard is not None:

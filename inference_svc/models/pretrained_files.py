@@ -11,6 +11,7 @@ from kvsidecar.errors import ModelUnsupported
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from inference_svc.models.mixture_of_experts import EXPERTS
+from inference_svc.models.surplus_weights import check_surplus
 
 # Errors of transformers, and of its strict configuration classes, for settings that describe no model.
 BAD_SETTINGS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError)
@@ -33,7 +34,10 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def read_model(folder: Path, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
-    """Read a model to host memory. Raises ModelUnsupported for missing weights, which would get random numbers."""
+    """Read a model to host memory.
+
+    Raises ModelUnsupported for missing weights, which would get random numbers, and for surplus ones.
+    """
     # Our expert function keeps a row's bits, but only on a CPU. On a device, transformers' function is faster.
     experts = EXPERTS if device.type == "cpu" else None
     model, found = AutoModelForCausalLM.from_pretrained(
@@ -41,6 +45,7 @@ def read_model(folder: Path, dtype: torch.dtype, attention: str, device: torch.d
     )
     if found["missing_keys"]:
         raise ModelUnsupported(f"the files in {folder} have no {min(found['missing_keys'])}, which the model needs")
+    check_surplus(folder, model, found["unexpected_keys"])
     return model
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from inference_svc.models.layer_streaming.weight_source import fill_random
 from inference_svc.models.meta_model import build_meta_model, set_generation_config
 from inference_svc.models.safetensors_reader import shape_in
+from inference_svc.models.surplus_weights import check_surplus
 from inference_svc.models.tensor_parallel.shard_plan import Part, ShardPlan
 
 # Reads the given ranges of one dimension of a parameter. Without a dimension, reads the whole parameter.
@@ -32,6 +33,7 @@ def load_shard(
         raise ModelUnsupported(
             f"tensor_parallel_size is {plan.size}, and the files in {folder} have no {sorted(missing)[0]}; use 1"
         )
+    check_surplus(folder, model, where)
 
     def read(name: str, dim: int, parts: list[Part]) -> Tensor:
         with safe_open(where[name], "pt") as data:

@@ -190,5 +190,16 @@ def test_quantized_weights_that_the_model_does_not_have_are_named(folders: tuple
         load(str(folder), device="cpu")
 
 
+def test_a_bias_that_the_model_has_no_place_for_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A layer that keeps its 4 bits added it, and a dequantized one did not."""
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    name = "model.layers.0.self_attn.o_proj.bias"
+    tensors = load_file(folder / "model.safetensors") | {name: torch.ones(192)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for bits in ("auto", 16):
+        with pytest.raises(ModelUnsupported, match=f"{name}, which its model .* has no place for"):
+            load(str(folder), device="cpu", weights=bits)
+
+
 def test_attention_is_ours(folders: tuple[Path, Path]) -> None:
     assert load(str(folders[0])).model.config._attn_implementation == ATTENTION_NAME

@@ -17,6 +17,8 @@ from inference_svc.models import loader, prepare_command
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.model_check import check_model
 from inference_svc.models.model_resolver import DEMO_MODEL
+from inference_svc.models.tensor_parallel.rank_group import RankGroup
+from tests.inference_svc.models.test_device_weights import saved
 from tests.inference_svc.tensor_parallel.rank_threads import on_ranks
 
 
@@ -156,5 +158,61 @@ def test_float64_weights_and_integer_masks_are_read(folder: Path) -> None:
     mask = torch.ones(4, dtype=torch.uint8)
     save_file(weights | {"model.layers.0.self_attn.causal_mask": mask}, folder / "model.safetensors", {"format": "pt"})
     check_model(str(folder), strict=True)
+    loaded, whole = (loader.load(str(name), device="cpu").model.state_dict() for name in (folder, DEMO_MODEL))
+    assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
+
+
+@pytest.fixture(params=["self_attn.o_proj.bias", "self_attn.q_norm.weight"])
+def surplus(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, str]:
+    """A copy with a weight that config.json has no place for, and the sentence that refuses it."""
+    name = f"model.layers.1.{request.param}"
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: torch.ones(192)}, folder / "model.safetensors", {"format": "pt"})
+    kind = json.loads(settings())["architectures"][0]
+    return folder, (
+        f"{folder} has {name}, which its model ({kind} by config.json) has no place for; use a config.json that "
+        "describes these weights"
+    )
+
+
+@pytest.mark.parametrize("path", ["whole", "streamed", "ranks", "device"])
+def test_weights_that_the_model_has_no_place_for_are_refused(
+    path: str, surplus: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were dropped, so that the model wrote something else. The meta device is the GPU."""
+    folder, said = surplus
+    if path == "device":
+        monkeypatch.setattr(loader, "pick_device", lambda _: torch.device("meta"))
+    stream = StreamingOptions("full_stream" if path == "streamed" else "off")
+
+    def load(ranks: RankGroup | None) -> None:
+        loader.load(str(folder), stream=stream, ranks=ranks)
+
+    with pytest.raises(ModelUnsupported, match=f"^{re.escape(said)}$"):
+        on_ranks(2, tmp_path, load) if path == "ranks" else load(None)
+
+
+def test_a_mixtures_surplus_weight_is_named(tmp_path: Path) -> None:
+    """transformers renames and merges the weights of its experts."""
+    saved(tmp_path, "MixtralForCausalLM")
+    for file in DEMO_MODEL.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    loader.load(str(tmp_path), device="cpu")
+    with pytest.raises(ModelUnsupported, match=r"of several experts at once, which is not streamed"):
+        loader.load(str(tmp_path), device="cpu", dtype="float32", stream=StreamingOptions("full_stream"))
+    name = "model.layers.1.self_attn.q_proj.bias"
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {name: torch.ones(64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=f"{name}, which its model .* has no place for"):
+        loader.load(str(tmp_path), device="cpu")
+
+
+def test_weights_that_the_model_does_not_run_are_read(folder: Path) -> None:
+    """Layers for speculation come after the model's own, and older files have the frequencies of positions."""
+    weights = load_file(folder / "model.safetensors")
+    layers = json.loads(settings())["num_hidden_layers"]
+    for name in (f"layers.{layers}.self_attn.q_proj.weight", "layers.0.self_attn.rotary_emb.inv_freq", "mask.bias"):
+        weights[f"model.{name}"] = torch.ones(8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     loaded, whole = (loader.load(str(name), device="cpu").model.state_dict() for name in (folder, DEMO_MODEL))
     assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
