@@ -140,6 +140,9 @@ class DeletionEpochs:
         if before is None or before.global_digest != self._global_digest:
             # A deletion of everything includes deletions of single chunks.
             change = EpochChange.CHUNKS_DELETED if chunks and global_change is EpochChange.NONE else EpochChange.NONE
+            known = () if before is None else (before.tenant_digest, *before.past_digests)
+            if before is not None and deletion and global_change is EpochChange.NONE and tenant not in known:
+                change = EpochChange.TENANT_DELETED  # perhaps later than chunks that followed a deletion of everything
             after = _TenantRecord(self._global_digest or b"", tenant, chunks, deleted_at=self._forgotten_deleted_at)
             after.past_digests = () if before is None else _append_digest(before.past_digests, before.tenant_digest)
         elif before.has_lost_deletion(tenant, deletion, chunks):
@@ -307,10 +310,7 @@ class DeletionEpochs:
         return time.monotonic() if record is None else record.unapplied_since
 
     def mark_applied(self, root: bytes, heard: float) -> None:
-        """Record that this node has applied the deletion that it observed at ``heard``.
-
-        An empty ``root`` means everything.
-        """
+        """Record that this node has applied the deletion of ``root``, or of everything, observed at ``heard``."""
         if not root:
             self._persist_global()
             return

@@ -10,6 +10,8 @@ from kvsidecar import keys
 from benchmarks.condition_wait import until_async
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.backend import Item, RemoteFailed
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
+from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from cache_daemon.store.loss_cause import LossCause
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt
@@ -86,3 +88,28 @@ async def test_tenants_that_have_nothing_here_any_more_do_not_wait_for_the_end_o
         assert list(b.remote._tombstones._unseen_tenants) == [b.bench.root(b"stays")]
         engine.fails = False
         await until_async(lambda: b.bench.root(b"stays") in b.remote._epochs, SOON)
+
+
+async def test_a_tenants_deletion_is_heard_by_a_node_that_deleted_everything_before() -> None:
+    """The record of a tenant without chunks stayed at the time before, and the deletion was taken for an old one."""
+    engine = InMemoryBackend()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3))
+        await a.bench.store.delete(b"", b"")
+        await a.sent()
+        await until_async(lambda: a.stats.chunks == 0, SOON)
+        await a.read(prompt(3))
+        await b.bench.store.delete(b.bench.root(), b"")
+        await b.sent()
+        await until_async(lambda: a.stats.chunks == a.stats.durable_chunks == 0, SOON)
+
+
+def test_a_deletion_that_the_record_of_a_tenant_has_is_not_news_after_one_of_everything() -> None:
+    marks, root = DeletionEpochs(lambda *_: None), b"r" * 32
+    first, everything, second = (new_epoch(deletion=True) for _ in range(3))
+    marks.compare(root, TenantEpochs(None, new_epoch(deletion=False), None))
+    marks.compare(root, TenantEpochs(None, first, None))
+    marks.record_own_deletion(b"", everything)
+    assert marks.compare(root, TenantEpochs(everything, first, None)) is EpochChange.NONE
+    marks.record_own_deletion(b"", new := new_epoch(deletion=True), everything)
+    assert marks.compare(root, TenantEpochs(new, second, None)) is EpochChange.TENANT_DELETED
