@@ -56,10 +56,10 @@ class Agent:
 
     def branch(self, back: int) -> None:
         """Forget the last ``back`` turns."""
-        del self.turns[-back:]
+        del self.turns[max(0, len(self.turns) - back) :]
 
     def compact(self, summary: list[int], kept: int) -> None:
-        self.turns = [summary, *self.turns[-kept:]]
+        self.turns = [summary, *self.turns[max(0, len(self.turns) - kept) :]]
 
 
 class ReadHistory:
@@ -216,16 +216,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dtype", default="auto", help="dtype of vLLM and of ours")
     parser.add_argument("--workload", default="synthetic:1", help="synthetic:SEED or a JSONL file")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all; with --quick without vllm_nocache")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=4, help="turns in which histories grow")
-    parser.add_argument("--branches", type=int, default=2)
-    parser.add_argument("--branch-back", type=int, default=2, help="turns that a branch drops")
-    parser.add_argument("--kept-turns", type=int, default=2, help="last turns kept by compaction")
-    parser.add_argument("--turns-after", type=int, default=2, help="turns after compaction, and after the restart")
+    parser.add_argument("--clients", type=report.at_least(1), default=8)
+    parser.add_argument("--turns", type=report.at_least(0), default=4, help="turns in which histories grow")
+    parser.add_argument("--branches", type=report.at_least(0), default=2)
+    parser.add_argument("--branch-back", type=report.at_least(0), default=2, help="turns that a branch drops")
+    parser.add_argument("--kept-turns", type=report.at_least(0), default=2, help="last turns kept by compaction")
+    parser.add_argument(
+        "--turns-after", type=report.at_least(0), default=2, help="turns after compaction, and after the restart"
+    )
     parser.add_argument(
         "--tools-words", type=int, default=1000, help="words of the shared beginning, about a token each"
     )
-    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=32)
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
     parser.add_argument("--seed", type=int, default=1)
@@ -238,4 +240,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

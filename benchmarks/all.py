@@ -48,4 +48,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.provenance import SourceState
 
 Job = tuple[str, int]  # task, and index of the prompt
 
@@ -23,15 +25,17 @@ class CheckpointedResults:
         self._path = path
         # These options do not change a prompt's results, so a run with other values reuses the file.
         ignored = ("out", "processes", "threads", "quick", "n", "n_exact")
-        self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
+        settings = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
+        self._run = {**settings, "source": asdict(SourceState.now()), "cpu": report.machine()["cpu"]}
 
     def read(self) -> Iterator[tuple[Job, dict[str, dict[str, Any]]]]:
-        """Yield the stored results; none if the file belongs to another run."""
+        """Yield the stored results; none if they are of other settings, another commit or another CPU."""
         if self._path is None or not self._path.exists():
             return
         with self._path.open(encoding="utf-8") as file:
             if json.loads(file.readline() or "null") != self._run:
-                report.console.print(f"[dim]{self._path} belongs to other settings and is rewritten[/dim]")
+                why = "is of other settings, another commit or another CPU, and is rewritten"
+                report.console.print(f"[dim]{self._path} {why}[/dim]")
                 return
             for line in file:
                 if not line.endswith("\n"):  # the run ended in the middle of this line

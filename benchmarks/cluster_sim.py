@@ -37,8 +37,8 @@ def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int
     """Fit costs to measured results.
 
     The costs of computing come from all lengths of the arm ``nocache``, and the cost of loading from ``exact`` or
-    ``local``. The cost of fetching comes from ``remote_warm`` if a file has this arm, otherwise from ``gbit``. Raises
-    SystemExit if the files lack the other arms.
+    ``local``. The cost of fetching comes from ``remote_warm`` over a link of ``gbit`` if a file has this arm, otherwise
+    from ``gbit`` itself. Raises SystemExit if the files lack the other arms, or have no row of this link.
     """
     try:
         rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
@@ -46,11 +46,20 @@ def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int
         computing = [(r["context_tokens"], r["ttft_ms_p50"] / 1e3) for r in arms["nocache"]]
         loading = [(r["cached_tokens"], r["restore_ms"] / 1e3) for r in arms["exact"]]
         loading += [(r["context_tokens"], r["ttft_ms_p50"] / 1e3) for r in arms["local"]]
-        fetching = [(r["context_tokens"], r["ttft_ms_p50"] / 1e3, r["bytes"]) for r in arms["remote_warm"]]
+        links = {r["link_gbit"] for r in arms["remote_warm"]}
+        fetching = [
+            (r["context_tokens"], r["ttft_ms_p50"] / 1e3, r["bytes"])
+            for r in arms["remote_warm"]
+            if r["link_gbit"] == gbit
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"--costs: no results of benchmarks.ttft or benchmarks.fleet: {error}") from error
     if not computing or not loading:
         raise SystemExit("--costs: there are no rows of the arms nocache and exact (or local)")
+    if links and not fetching:
+        raise SystemExit(
+            f"--gbit {gbit:g}: the rows of remote_warm have {', '.join(f'{link:g}' for link in sorted(links))}"
+        )
     token, pair = _through_zero(np.array([(n, n * n / 2) for n, _ in computing]), np.array([s for _, s in computing]))
     load = _through_zero(np.array([(n,) for n, _ in loading]), np.array([s for _, s in loading]))[0]
     fetch, each = load + token_bytes / (gbit * 1e9 / 8), token_bytes
@@ -149,16 +158,20 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--trace", nargs="+", default=["synthetic:1"], help="files, or KIND:SEED as in benchmarks.eviction"
     )
     parser.add_argument("--requests", type=int, default=0, help="first requests of each trace; 0: all")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--nodes", type=report.at_least(1), nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["load", "owner", "prefix"])
-    parser.add_argument("--capacity-blocks", type=int, default=3000, help="blocks of 512 tokens per node")
+    parser.add_argument(
+        "--capacity-blocks", type=report.at_least(1), default=3000, help="blocks of 512 tokens per node"
+    )
     parser.add_argument("--load", type=float, default=0.7, help="utilization of a fleet without cache")
     parser.add_argument(
         "--costs", type=Path, nargs="+", default=list(_MEASURED), help="JSON of benchmarks.ttft, .fleet"
     )
-    parser.add_argument("--gbit", type=float, default=10.0, help="link to the tier, if --costs has no remote arm")
+    parser.add_argument("--gbit", type=float, default=10.0, help="link to the tier")
     parser.add_argument("--latency-ms", type=float, default=1.0, help="latency of a remote lookup")
-    parser.add_argument("--token-bytes", type=int, default=12288, help="bytes of a token's keys and values on the wire")
+    parser.add_argument(
+        "--token-bytes", type=report.at_least(1), default=12288, help="bytes of a token's keys and values on the wire"
+    )
     parser.add_argument("--remote-write", choices=["second-use", "all", "never"], default="second-use")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -170,4 +183,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

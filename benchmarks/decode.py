@@ -133,7 +133,13 @@ class Transformers:
         )
 
     def measure(self, prompts: list[list[int]], length: int) -> float:
+        """Return the tokens per second of a batch, after a short warm-up."""
         ids = torch.tensor(prompts, device=self._model.device)
+        self._decode(ids, 2)
+        return len(prompts) * (length - 1) / self._decode(ids, length)
+
+    def _decode(self, ids: torch.Tensor, length: int) -> float:
+        """Return the seconds from the first token to the last of ``length`` tokens."""
         with torch.inference_mode():
             out = self._model(ids, use_cache=True, logits_to_keep=1)
             token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
@@ -142,7 +148,7 @@ class Transformers:
                 out = self._model(token, past_key_values=cache, use_cache=True)
                 token = out.logits[:, -1:].argmax(-1)
             _wait(self._model.device)
-            return len(prompts) * (length - 1) / (time.perf_counter() - began)
+            return time.perf_counter() - began
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,9 +157,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     theirs = Transformers(options.model)
     times: dict[tuple[str, int], list[float]] = {}
     ratios: dict[int, list[float]] = {}
+    pairs: dict[int, list[float]] = {}
     bandwidths: list[float] = []
     peaks: list[float] = []
     machine = MachineRates(theirs.device, theirs.dtype)
+    n = min(options.repeats, options.transformers_repeats)
+    with_theirs = {i * options.repeats // n for i in range(n)}
     with ExitStack() as stack:
         nodes = {
             bits: stack.enter_context(
@@ -185,9 +194,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     bound = batch / bound_seconds(step_bytes, batch * theirs.operations_per_token, bandwidth, peak)
                     times.setdefault(("bound", batch), []).append(bound)
                     ratios.setdefault(batch, []).append(rate / bound)
-                if repeat < options.transformers_repeats:
+                if repeat in with_theirs:
                     rate = theirs.measure(prompts, options.answer_tokens)
                     times.setdefault(("transformers", batch), []).append(rate)
+                    pairs.setdefault(batch, []).append(times["ours", batch][-1] / rate)
                 progress.advance(task)
     rows = [
         {
@@ -207,7 +217,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     for batch in options.batches:
         summary[f"ours_over_bound_{batch}"] = report.median(ratios[batch])
-        summary[f"ours_over_transformers_{batch}"] = round(rate["ours", batch] / rate["transformers", batch], 3)
+        name = f"ours_over_transformers_{batch}"
+        summary |= report.figure(pairs[batch], name, name)
         for bits in options.weights:
             if bits != 16:
                 summary[f"weights_{bits}_over_16_{batch}"] = round(rate[OURS[bits], batch] / rate["ours", batch], 3)
@@ -219,16 +230,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("decode", __doc__ or "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--batches", type=report.at_least(1), nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--prompt-tokens", type=report.at_least(1), default=64)
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=64)
     parser.add_argument(
         "--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="weight bits, including 16"
     )
-    parser.add_argument("--stream-interval", type=int, default=1, help="tokens per message of our streams")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--stream-interval", type=report.at_least(1), default=1, help="tokens per message of our streams"
+    )
+    parser.add_argument("--repeats", type=report.at_least(1), default=5)
     parser.add_argument("--busy", type=int, default=0, help="processes that only compute beside the engines (0)")
-    parser.add_argument("--transformers-repeats", type=int, default=3)
+    parser.add_argument("--transformers-repeats", type=report.at_least(1), default=3, help="spread over the repeats")
     options = parser.parse_args(arguments)
     if 16 not in options.weights:
         parser.error("--weights lacks 16, which the others are compared with")
@@ -238,4 +251,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -183,7 +183,9 @@ def main() -> int:
     parser.add_argument(
         "--shape", default="shape:qwen2.5-0.5b", help="shape of the second part's random model, or none"
     )
-    parser.add_argument("--answer-tokens", type=int, default=96, help="answer length of the built-in model")
+    parser.add_argument(
+        "--answer-tokens", type=report.at_least(1), default=96, help="answer length of the built-in model"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     text = "\n\n".join(" ".join(part.split()) for part in (__doc__ or "").split("\n\n"))
@@ -202,6 +204,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -185,13 +185,17 @@ def _kill(
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engine_faults", __doc__ or "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--every", type=float, default=6.0, help="maximum seconds between two faults")
-    parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--seconds", type=report.positive, default=600.0)
+    parser.add_argument("--every", type=report.positive, default=6.0, help="maximum seconds between two faults")
+    parser.add_argument("--clients", type=report.at_least(1), default=6)
+    parser.add_argument("--prompts", type=report.at_least(1), default=48)
     parser.add_argument("--kv-bytes", type=int, default=16 << 20, help="vLLM's own KV cache, per engine")
     parser.add_argument(
-        "--hang-seconds", "--patience", type=float, default=60.0, help="seconds after which a request counts as hung"
+        "--hang-seconds",
+        "--patience",
+        type=report.positive,
+        default=60.0,
+        help="seconds after which a request counts as hung",
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -201,4 +205,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -350,12 +350,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engines", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
+    parser.add_argument(
+        "--context-tokens", type=report.at_least(1), nargs="+", help="default: 1024 and 4096 if they fit the context"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=5, help="documents of each length")
-    parser.add_argument("--pairs", type=int, default=24, help="unique prompts for the overhead")
-    parser.add_argument("--rounds", type=int, default=8, help="batches for the throughput")
-    parser.add_argument("--answers", type=int, default=200, help="prompts whose answers are compared")
+    parser.add_argument("--repeats", type=report.at_least(1), default=5, help="documents of each length")
+    parser.add_argument("--pairs", type=report.at_least(1), default=24, help="unique prompts for the overhead")
+    parser.add_argument("--rounds", type=report.at_least(1), default=8, help="batches for the throughput")
+    parser.add_argument("--answers", type=report.at_least(1), default=200, help="prompts whose answers are compared")
     parser.add_argument("--turns", type=int, default=8, help="turns of the chat")
     parser.add_argument("--arena-bytes", default="2GiB")
     parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
@@ -370,4 +372,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -187,7 +187,7 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, RoundOutcome]
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("faults", __doc__ or "")
-    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--rounds", type=report.at_least(1), default=500)
     parser.add_argument("--worker-rounds", type=int, default=12, help="rounds with real workers")
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
@@ -198,4 +198,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -229,11 +229,11 @@ def _stopped(cells: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("fleet", __doc__ or "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--context-tokens", type=report.at_least(1), nargs="+", default=[1024, 4096])
     parser.add_argument("--tiers", nargs="+", choices=["valkey", "s3"], default=["valkey", "s3"])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="link speeds")
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=report.at_least(1), default=5)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -243,15 +243,15 @@ def failures(summary: dict[str, Any]) -> list[str]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("gateway_chaos", __doc__ or "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=30.0, help="seconds between kills")
+    parser.add_argument("--minutes", type=report.positive, default=10.0)
+    parser.add_argument("--clients", type=report.at_least(1), default=32)
+    parser.add_argument("--workers", type=report.at_least(1), default=2)
+    parser.add_argument("--kill-every", type=report.positive, default=30.0, help="seconds between kills")
     parser.add_argument("--think-seconds", type=float, default=3.0, help="mean pause between a client's questions")
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--document-words", type=int, default=300)
-    parser.add_argument("--questions", type=int, default=400, help="number of distinct questions")
-    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--documents", type=report.at_least(1), default=8)
+    parser.add_argument("--document-words", type=report.at_least(1), default=300)
+    parser.add_argument("--questions", type=report.at_least(1), default=400, help="number of distinct questions")
+    parser.add_argument("--max-tokens", type=report.at_least(1), default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -260,4 +260,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

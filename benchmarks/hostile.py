@@ -106,7 +106,7 @@ def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
                 time.sleep(_PAUSE_SECONDS)
         finally:
             if guest is not None:
-                told, _ = guest.communicate("", timeout=120)
+                told = _last_words(guest)
         memory.close()
         internal = node.count_in_log("a call failed") + client.failed["INTERNAL"]
         client.peer.close()
@@ -127,6 +127,14 @@ def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
         }
 
 
+def _last_words(guest: subprocess.Popen[str]) -> str:
+    """End the guest by closing its input; return its output. Kill it if it does not end."""
+    try:
+        return guest.communicate("", timeout=120)[0]
+    finally:
+        guest.kill()
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rows = [measure(min(options.seconds, 30.0), hostile=False), measure(options.seconds, hostile=True)]
     return report.write(options, "hostile", rows, {k: v for k, v in rows[-1].items() if not isinstance(v, dict)})
@@ -134,7 +142,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("hostile", __doc__ or "")
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=report.positive, default=600.0)
     options = parser.parse_args(arguments)
     if options.quick:
         options.seconds = 30.0
@@ -142,4 +150,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

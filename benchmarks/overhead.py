@@ -78,11 +78,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("overhead", __doc__ or "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--context-tokens", type=int, default=512)
-    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--context-tokens", type=report.at_least(1), default=512)
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=16)
     parser.add_argument("--requests", type=int, default=24, help="request pairs for TTFT")
-    parser.add_argument("--rounds", type=int, default=5, help="round pairs for throughput")
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--rounds", type=report.at_least(1), default=5, help="round pairs for throughput")
+    parser.add_argument("--concurrency", type=report.at_least(1), default=4)
     parser.add_argument("--turns", type=int, default=4, help="prompts per client and round")
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--seed", type=int, default=1)
@@ -93,4 +93,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -321,10 +321,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
-    parser.add_argument("--repeats", type=int, default=5, help="documents of each length")
-    parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--batches", type=int, nargs="*", default=[4, 16], help="answers that are decoded together")
+    parser.add_argument(
+        "--context-tokens", type=report.at_least(1), nargs="+", help="default: 1024 and 4096 if they fit the context"
+    )
+    parser.add_argument("--repeats", type=report.at_least(1), default=5, help="documents of each length")
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=32)
+    parser.add_argument(
+        "--batches", type=report.at_least(1), nargs="*", default=[4, 16], help="answers that are decoded together"
+    )
     parser.add_argument("--eager", action="store_true", help="run vLLM and transformers without their compilers")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -335,4 +339,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

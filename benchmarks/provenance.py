@@ -13,16 +13,35 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent
-_STARTED = datetime.datetime.now(datetime.UTC)
-_LOAD = os.getloadavg()
+
+
+@dataclass(frozen=True)
+class SourceState:
+    """Commit of the working tree. Without a git repository, ``commit`` is empty and ``dirty`` is None."""
+
+    commit: str
+    dirty: bool | None
+
+    @classmethod
+    def now(cls) -> SourceState:
+        commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+        return cls(commit or "", None if commit is None or changed is None else bool(changed))
+
+
+class RunStart:
+    """Source, time and load at the start of a run."""
+
+    def __init__(self) -> None:
+        self.source, self.load = SourceState.now(), os.getloadavg()
+        self.date = datetime.datetime.now(datetime.UTC)
 
 
 @dataclass(frozen=True)
 class Provenance:
     """Provenance of a run.
 
-    ``date`` and ``load_before`` are those at the import of this module. Without a git repository, ``commit`` is empty
-    and ``dirty`` is None.
+    ``commit`` is that of the start, because the processes of a run import their code then. A run is also ``dirty`` if
+    the working tree was at another commit, or dirty, at its end.
     """
 
     commit: str
@@ -34,16 +53,16 @@ class Provenance:
     command: str
 
     @classmethod
-    def now(cls) -> Provenance:
-        """Return the provenance of this run."""
-        commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
-        took = (datetime.datetime.now(datetime.UTC) - _STARTED).total_seconds()
+    def since(cls, start: RunStart) -> Provenance:
+        """Return the provenance of a run from its start until now."""
+        source = start.source
+        took = (datetime.datetime.now(datetime.UTC) - start.date).total_seconds()
         return cls(
-            commit=commit or "",
-            dirty=None if commit is None or changed is None else bool(changed),
-            date=_STARTED.isoformat(timespec="seconds"),
+            commit=source.commit,
+            dirty=source.dirty if SourceState.now() == source else True,
+            date=start.date.isoformat(timespec="seconds"),
             seconds=round(took, 1),
-            load_before=_LOAD,
+            load_before=start.load,
             load_after=os.getloadavg(),
             command=_command(),
         )

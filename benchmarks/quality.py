@@ -166,14 +166,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         help="demo: its trained tasks; any other trained model, such as smollm2: real text",
     )
     parser.add_argument("--dtype", default="float32", help="float32 isolates the effect of reuse from rounding")
-    parser.add_argument("--n", type=int, help="prompts per task for the shuffled arms; 1000, or 100 of real text")
-    parser.add_argument("--n-exact", type=int, help="prompts per task for the exact arms; likewise, or 30")
-    parser.add_argument("--facts", type=int, default=4, help="maximum facts per prompt; two documents each")
+    parser.add_argument(
+        "--n", type=report.at_least(1), help="prompts per task for the shuffled arms; 1000, or 100 of real text"
+    )
+    parser.add_argument(
+        "--n-exact", type=report.at_least(1), help="prompts per task for the exact arms; likewise, or 30"
+    )
+    parser.add_argument(
+        "--facts", type=report.at_least(1), default=4, help="maximum facts per prompt; two documents each"
+    )
     parser.add_argument("--filler", type=int, default=12, help="maximum filler words per document")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--processes", type=report.at_least(1), default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="threads of the single process for real text"
+        "--threads",
+        type=report.at_least(1),
+        default=torch.get_num_threads(),
+        help="threads of the single process for real text",
     )
     options = parser.parse_args(arguments)
     real = options.model != "demo"
@@ -188,4 +197,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

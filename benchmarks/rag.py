@@ -122,13 +122,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("rag", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--documents", type=int, default=24, help="documents in the library")
-    parser.add_argument("--document-tokens", type=int, default=200, help="mean length of a document")
+    parser.add_argument("--documents", type=report.at_least(1), default=24, help="documents in the library")
+    parser.add_argument("--document-tokens", type=report.at_least(1), default=200, help="mean length of a document")
     parser.add_argument(
-        "--retrieved", type=int, nargs=2, default=[3, 6], help="minimum and maximum documents per request"
+        "--retrieved",
+        type=report.at_least(1),
+        nargs=2,
+        default=[3, 6],
+        help="minimum and maximum documents per request",
     )
     parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--chunk-tokens", type=int, default=64)
+    parser.add_argument("--chunk-tokens", type=report.at_least(1), default=64)
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -138,4 +142,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("remote_faults", __doc__ or "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--seconds", type=float, default=600.0, help="duration of each fault")
+    parser.add_argument("--seconds", type=report.positive, default=600.0, help="duration of each fault")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

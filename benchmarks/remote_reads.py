@@ -179,8 +179,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("remote_reads", __doc__ or "")
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="link speeds; 0: loopback")
-    parser.add_argument("--mebibytes", type=int, default=128, help="size of each transfer")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--mebibytes", type=report.at_least(1), default=128, help="size of each transfer")
+    parser.add_argument("--repeats", type=report.at_least(1), default=5)
     options = parser.parse_args(arguments)
     if options.quick:
         options.gbit, options.mebibytes, options.repeats = [1.0], 32, 2
@@ -188,4 +188,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

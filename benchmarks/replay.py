@@ -135,11 +135,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo", help="demo, shape:NAME or a folder")
     parser.add_argument("--workload", default="synthetic:1", help="synthetic:SEED or a JSONL file")
     parser.add_argument("--history", choices=["generated", "recorded"], default="generated")
-    parser.add_argument("--conversations", type=int, default=3)
+    parser.add_argument("--conversations", type=report.at_least(1), default=3)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=report.at_least(1), default=1)
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--answer-tokens", type=int, default=96)
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=96)
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -148,4 +148,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from rich.console import Console
 from rich.progress import Progress, Task
 from rich.table import Table
 
-from benchmarks.provenance import Provenance
+from benchmarks.provenance import Provenance, RunStart
 
 console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
+_start = RunStart()
 _VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "lmdb", "numpy")
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """Create a parser with the arguments that all benchmarks have."""
+    """Create a parser with the arguments that all benchmarks have; the provenance of the results begins here."""
+    global _start
+    _start = RunStart()
     out = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
     out.add_argument("--quick", action="store_true", help="run the small size")
     out.add_argument("--out", type=result_file, help="write the results to this JSON file")
@@ -38,6 +42,28 @@ def result_file(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; it must be a file, as {path / 'result.json'}")
     return path
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``minimum`` on."""
+
+    def parse(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def exit_on_sigterm() -> None:
@@ -113,7 +139,7 @@ def write(
     versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
     result = {
         "benchmark": name,
-        "provenance": Provenance.now().as_dict(),
+        "provenance": Provenance.since(_start).as_dict(),
         "machine": machine(),
         "versions": versions,
         "config": config,

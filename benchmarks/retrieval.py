@@ -120,9 +120,9 @@ def measure(
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser: argparse.ArgumentParser = report.parser("retrieval", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=DEFAULT, help="a model with a shipped verdict")
-    parser.add_argument("--document-tokens", type=int, nargs="+", default=[60, 130, 400])
-    parser.add_argument("--orders", type=int, default=10)
-    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--document-tokens", type=report.at_least(1), nargs="+", default=[60, 130, 400])
+    parser.add_argument("--orders", type=report.at_least(1), default=10)
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=16)
     options = parser.parse_args(arguments)
     if options.quick:
         options.document_tokens, options.orders, options.answer_tokens = [60], 4, 4
@@ -145,4 +145,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

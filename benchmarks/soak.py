@@ -56,6 +56,12 @@ class Worker:
         return taken
 
     def _run(self) -> None:
+        try:
+            self._send()
+        except Exception as error:
+            self.errors.append(f"a client's thread ended: {error!r}"[:200])
+
+    def _send(self) -> None:
         while not self._over.is_set():
             try:
                 peer = Peer(self._node)
@@ -63,13 +69,18 @@ class Worker:
                 self.errors.append(str(error)[:200])
                 self._over.wait(1)
                 continue
-            until = time.monotonic() + _SESSION_SECONDS
-            while time.monotonic() < until and not self._over.is_set():
-                try:
-                    self._work(peer)
-                except grpc.RpcError as error:
-                    self.errors.append(str(error)[:200])
-            peer.close()
+            try:
+                self._use(peer)
+            finally:
+                peer.close()
+
+    def _use(self, peer: Peer) -> None:
+        until = time.monotonic() + _SESSION_SECONDS
+        while time.monotonic() < until and not self._over.is_set():
+            try:
+                self._work(peer)
+            except grpc.RpcError as error:
+                self.errors.append(str(error)[:200])
 
     def _work(self, peer: Peer) -> None:
         # Some prompts occur many times, others only once.
@@ -173,12 +184,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("soak", __doc__ or "")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=50_000, help="number of distinct prompts")
+    parser.add_argument("--minutes", type=report.positive, default=60.0)
+    parser.add_argument("--peers", type=report.at_least(1), default=4)
+    parser.add_argument("--prompts", type=report.at_least(1), default=50_000, help="number of distinct prompts")
     parser.add_argument("--arena-bytes", default="8MiB")
     parser.add_argument("--store-bytes", default="32MiB")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")
+    parser.add_argument("--every", type=report.positive, default=10.0, help="seconds between samples")
     parser.add_argument("--rise-mb", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -188,4 +199,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -6,11 +6,12 @@ trees   proposes several branches of such tokens
 draft   uses ``--draft-model``
 self    uses a copy of the model with 4-bit weights as draft model
 
-``expected_tokens_per_s`` is computed from acceptance and measured costs: the number of tokens, divided by the time of
-the steps (by their rows) and of the proposals. All arms answer the same prompts, in an order that rotates with every
-repeat. Each batch of an arm has its own tenant, so no arm finds the answers of another arm. Answers end where the model
-ends them, because text after that would be of another kind. Every answer is compared with the answer of the plain arm,
-greedy or with the same seed.
+``tokens_per_s`` counts all tokens of a batch from its first token to the end of its last answer, so it includes steps
+in which only the longest answer is left. ``expected_tokens_per_s`` is computed from acceptance and measured costs: the
+same tokens, divided by the time of the steps (by their rows) and of the proposals. All arms answer the same prompts, in
+an order that rotates with every repeat. Each batch of an arm has its own tenant, so no arm finds the answers of another
+arm. Answers end where the model ends them, because text after that would be of another kind. Every answer is compared
+with the answer of the plain arm, greedy or with the same seed.
 """
 
 from __future__ import annotations
@@ -110,12 +111,11 @@ class ArmTotals:
         """Number of steps, counted per sequence: one for each token that was not an accepted draft token."""
         return max(1, self.generated - self.accepted)
 
-    def add(self, repeat: list[BatchResult], batch: int) -> None:
+    def add(self, repeat: list[BatchResult]) -> None:
         """Add the results of one repeat."""
         results = [r for measured in repeat for r in measured.answers]
-        tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
-        # The rate assumes continuous batching, in which a new sequence replaces a finished one at once.
-        self.rates.append(batch * tokens / seconds)
+        tokens = sum(len(r.token_ids) - 1 for r in results)
+        self.rates.append(tokens / sum(measured.seconds for measured in repeat))
         self.generated += tokens
         self.drafted += sum(r.draft_tokens for r in results)
         self.accepted += sum(r.accepted_tokens for r in results)
@@ -133,6 +133,11 @@ class BatchResult:
     answers: list[Result]
     expected_seconds: float
     branched: int
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first token of the batch to the end of its last answer."""
+        return (max(r.total_ms for r in self.answers) - min(r.ttft_ms for r in self.answers)) / 1e3
 
 
 def measure(engine: Engine, asks: list[SampledPrompt], arm: str, length: int) -> BatchResult:
@@ -165,7 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     for arm, engine in arms[first:] + arms[:first]:
                         measured = [measure(engine, asks, arm, options.answer_tokens) for asks in batches]
                         answers[arm] = [r.token_ids for one in measured for r in one.answers]
-                        sums[workload, batch, arm].add(measured, batch)
+                        sums[workload, batch, arm].add(measured)
                         progress.advance(task)
                     for arm in engines:
                         sums[workload, batch, arm].identical &= answers[arm] == answers["plain"]
@@ -222,13 +227,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--draft-model", default="", help="smaller model with the same tokenizer, for the arm draft")
     parser.add_argument("--self", action="store_true", help="also run the arm self")
     parser.add_argument(
-        "--branches", type=int, default=2, help="maximum branches of a draft tree, for all arms except suffix"
+        "--branches",
+        type=report.at_least(1),
+        default=2,
+        help="maximum branches of a draft tree, for all arms except suffix",
     )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--answer-tokens", type=int, default=160)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batches", type=report.at_least(1), nargs="+", default=[1, 4])
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=160)
+    parser.add_argument("--repeats", type=report.at_least(1), default=7)
     options = parser.parse_args(arguments)
     if options.quick:
         options.repeats, options.answer_tokens, options.batches = 2, min(64, options.answer_tokens), [1]
@@ -236,4 +244,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

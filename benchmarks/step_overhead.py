@@ -68,8 +68,8 @@ def measure(engine: Engine, decoder: Decoder, sequences: int, steps: int) -> dic
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser: argparse.ArgumentParser = report.parser("step_overhead", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sequences", type=report.at_least(1), nargs="+", default=[1, 16, 64])
+    parser.add_argument("--steps", type=report.at_least(1), default=300)
     options = parser.parse_args(arguments)
     if options.quick:
         options.sequences, options.steps = [4], 40
@@ -81,4 +81,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("storage_bits", __doc__ or "")
     parser.add_argument("--model", default="smollm2", help="a name of `kvsidecar models`, a folder, or demo")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--prompts", type=int, default=1000, help="maximum number of built-in prompts")
+    parser.add_argument("--prompts", type=report.at_least(1), default=1000, help="maximum number of built-in prompts")
     options = parser.parse_args(arguments)
     if options.quick:
         options.prompts = min(4, options.prompts)
@@ -81,4 +81,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -314,9 +314,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--layers", type=int, nargs="*", default=[5, 16, 64, 256], help="chunk sizes in units of 64 KiB"
     )
     parser.add_argument("--total-mb", type=int, default=64, help="payload size of a prompt")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--cold-repeats", type=int, default=5)
-    parser.add_argument("--matches", type=int, default=1000)
+    parser.add_argument("--repeats", type=report.at_least(1), default=30)
+    parser.add_argument("--cold-repeats", type=report.at_least(1), default=5)
+    parser.add_argument("--matches", type=report.at_least(1), default=1000)
     options = parser.parse_args(arguments)
     if options.quick:
         options.layers, options.repeats, options.cold_repeats, options.matches = [5, 64], 5, 2, 200
@@ -324,4 +324,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -234,14 +234,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dtype", default="", help="the worker's dtype; default: the machine's native one")
     parser.add_argument("--limit-bytes", type=parse_size, default=0, help="memory limit; default: a third of the model")
     parser.add_argument("--pool-bytes", default="64MiB")
-    parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--slots", type=report.at_least(1), default=3)
     parser.add_argument("--keep-first", type=int, default=0, help="for partial_resident; default: as many as fit")
     parser.add_argument("--keep-last", type=int, default=0)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--answer-tokens", type=int, default=12)
-    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=report.at_least(1), default=32)
+    parser.add_argument("--answer-tokens", type=report.at_least(1), default=12)
+    parser.add_argument("--sequences", type=report.at_least(1), default=4)
     parser.add_argument(
-        "--draft-tokens", "--guesses", type=int, default=4, help="draft tokens per step, with speculation"
+        "--draft-tokens",
+        "--guesses",
+        type=report.at_least(1),
+        default=4,
+        help="draft tokens per step, with speculation",
     )
     parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="bytes read to measure the disk")
     parser.add_argument("--folder", type=Path, help="keep the model's file here for the next run")
@@ -280,4 +284,5 @@ def limits_for(options: argparse.Namespace) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -146,7 +146,7 @@ class ArmNodes:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    names = options.arms.split(",")
+    names = list(options.arms)
     if _COLD in names and not page_cache.can_drop():
         report.console.print(f"{_COLD} is left out: emptying the page cache needs root")
         names.remove(_COLD)
@@ -227,16 +227,24 @@ def _joined(pieces: list[list[int]]) -> tuple[list[int], list[int]]:
     return document, list(accumulate(len(piece) for piece in pieces))
 
 
+def arm_names(text: str) -> tuple[str, ...]:
+    """Parse the names of arms."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ARMS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: allowed are {', '.join(ARMS)}")
+    return names
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("ttft", __doc__ or "")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--context-tokens", type=report.at_least(1), nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--arms", type=arm_names, default=ARMS, help=f"separated by commas: {', '.join(ARMS)}")
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms recompute")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=report.at_least(1), default=7)
     parser.add_argument(
-        "--nocache-repeats", type=int, default=3, help="few suffice: a prefill is long and varies little"
+        "--nocache-repeats", type=report.at_least(1), default=3, help="few suffice: a prefill is long and varies little"
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -246,4 +254,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.exit_on_sigterm()
     main()

@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from benchmarks import report
 from benchmarks.first_contact.row import Row, RowFile
-from benchmarks.provenance import Provenance
+from benchmarks.provenance import Provenance, RunStart
 
 _LAST_WORDS_SECONDS = 10.0
 _COLUMNS = ("case", "verdict", "value", "reference", "speedup")
@@ -48,7 +48,7 @@ class StepRunner:
         self._deadline, self._lock = time.monotonic() + seconds, threading.Lock()
         self.rows: list[dict[str, Any]] = []
         self._seconds: dict[str, float] = {}
-        self._machine = report.machine()
+        self._machine, self._start = report.machine(), RunStart()
 
     def run(self, *steps: Step) -> None:
         """Run steps at the same time; after each of them, write the results of all steps so far."""
@@ -130,7 +130,7 @@ class StepRunner:
         """Replace the file in one operation, so that it is complete at any time."""
         result = {
             "benchmark": "first_contact",
-            "provenance": Provenance.now().as_dict(),
+            "provenance": Provenance.since(self._start).as_dict(),
             "machine": self._machine,
             "summary": {"failed": self.failures, "seconds": self._seconds},
             "rows": self.rows,

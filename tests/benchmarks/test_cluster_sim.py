@@ -124,6 +124,21 @@ def test_costs_are_those_that_were_measured(tmp_path: Path) -> None:
     assert found.fetch(1000) == pytest.approx(0.002 + 0.011)
 
 
+def test_the_cost_of_fetching_is_that_of_the_link(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"arm": "nocache", "context_tokens": 1000, "ttft_ms_p50": 2000.0},
+        {"arm": "local", "context_tokens": 1000, "ttft_ms_p50": 10.0},
+        {"arm": "remote_warm", "context_tokens": 1000, "ttft_ms_p50": 500.0, "bytes": 7000, "link_gbit": 1.0},
+        {"arm": "remote_warm", "context_tokens": 1000, "ttft_ms_p50": 100.0, "bytes": 5000, "link_gbit": 10.0},
+    ]
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps({"rows": rows}))
+    found = cluster_sim.costs_of([file], gbit=10.0, latency_ms=2.0, token_bytes=1000)
+    assert (found.fetch_seconds, found.token_bytes) == pytest.approx((1e-4, 5))
+    with pytest.raises(SystemExit, match="--gbit 2: the rows of remote_warm have 1, 10"):
+        cluster_sim.costs_of([file], gbit=2.0, latency_ms=2.0, token_bytes=1000)
+
+
 def test_the_command_says_what_each_part_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_sim, "_QUICK_REQUESTS", 300)
     out = tmp_path / "cluster_sim.json"

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import importlib
 import json
+import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from benchmarks import decode, gateway_chaos, overhead, provenance, report
+from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.condition_wait import until
 from benchmarks.first_contact import __main__ as first_contact
 from benchmarks.node import Node
 
@@ -62,15 +70,90 @@ def test_a_file_that_was_changed_makes_a_result_dirty(tmp_path: Path, monkeypatc
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
 
+    def dirty(start: provenance.RunStart | None = None) -> bool | None:
+        return provenance.Provenance.since(start or provenance.RunStart()).dirty
+
     monkeypatch.setattr(provenance, "_ROOT", tmp_path)
-    assert (provenance.Provenance.now().commit, provenance.Provenance.now().dirty) == ("", None)
+    assert provenance.SourceState.now() == provenance.SourceState("", None)
+    assert dirty() is None
     git("init")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "a")
-    assert provenance.Provenance.now().dirty is False
+    assert dirty() is False
+    clean = provenance.RunStart()
     (tmp_path / "a").write_text("2")
-    assert provenance.Provenance.now().dirty is True
+    assert dirty() is True
+    assert dirty(clean) is True, "changed during the run"
+    git("commit", "-a", "-m", "b")
+    assert dirty() is False
+    assert dirty(clean) is True, "another commit during the run"
+    assert provenance.Provenance.since(clean).commit == clean.source.commit != provenance.SourceState.now().commit
+
+
+def test_each_benchmark_of_a_process_has_its_own_date(tmp_path: Path) -> None:
+    found = []
+    for name in ("x", "y"):
+        options = report.parser(name, "").parse_args(["--out", str(tmp_path / name)])
+        began = datetime.datetime.now(datetime.UTC)
+        time.sleep(1.1)
+        found.append((report.write(options, name, [{"a": 1}], {})["provenance"], began))
+    for recorded, began in found:
+        assert abs(datetime.datetime.fromisoformat(recorded["date"]) - began) < datetime.timedelta(seconds=1.05)
+
+
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"commit": "b"}, {"cpu": "other"}])
+def test_a_checkpoint_of_another_run_is_not_resumed(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results(seed: int = 1, commit: str = "a", cpu: str = "this") -> CheckpointedResults:
+        monkeypatch.setattr(provenance.SourceState, "now", lambda: provenance.SourceState(commit, False))
+        monkeypatch.setattr(report, "machine", lambda: {"cpu": cpu})
+        return CheckpointedResults(tmp_path / "x.jsonl", argparse.Namespace(seed=seed))
+
+    row = ("task", 0), {"arm": {"right": True}}
+    results().write([row])
+    assert list(results().read()) == [row]
+    assert list(results(**changed).read()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "reason"),
+    [
+        ("agents", ["--branch-back", "-1"], "'-1' is not a whole number of at least 0"),
+        ("decode", ["--transformers-repeats", "0"], "'0' is not a whole number of at least 1"),
+        ("ttft", ["--nocache-repeats", "0"], "'0' is not a whole number of at least 1"),
+        ("ttft", ["--arms", "nocache,exakt"], "exakt: allowed are nocache, exact"),
+        ("soak", ["--minutes", "0"], "'0' is not a number above 0"),
+        ("soak", ["--minutes", "nan"], "'nan' is not a number above 0"),
+    ],
+)
+def test_a_benchmark_refuses_an_option_before_it_measures(
+    name: str, given: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main(given)
+    assert reason in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_terminated_leaves_no_process_behind() -> None:
+    folder = Path(report.__file__).parent
+    programs = [path for path in folder.glob("*.py") if "report.parser(" in path.read_text(encoding="utf-8")]
+    assert [path.name for path in programs if "    report.exit_on_sigterm()\n" not in path.read_text("utf-8")] == []
+    running = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.soak", "--minutes", "5"], stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        until(lambda: len(psutil.Process(running.pid).children(recursive=True)) >= 2, 60)
+        children = psutil.Process(running.pid).children(recursive=True)
+        time.sleep(1)
+        running.terminate()
+        assert running.wait(60) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 RESULTS = sorted((Path(report.__file__).parent / "results").glob("*.json"))

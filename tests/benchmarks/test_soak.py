@@ -40,6 +40,16 @@ def test_a_client_that_is_refused_counts_as_failed(monkeypatch: pytest.MonkeyPat
     assert worker.errors[0] == "refused"
 
 
+def test_a_client_whose_thread_ends_counts_as_failed_and_closes_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+    monkeypatch.setattr(soak, "Peer", lambda _: SimpleNamespace(close=closed.set))
+    monkeypatch.setattr(soak.Worker, "_work", lambda *_: [][0])
+    worker = soak.Worker(SimpleNamespace(), 1, 1)  # type: ignore[arg-type]
+    assert closed.wait(30)
+    worker.close()
+    assert worker.errors == ["a client's thread ended: IndexError('list index out of range')"]
+
+
 def test_the_published_rows_add_up_to_the_summary() -> None:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     # The last sample's matches come when the load has ended, so the summary may have some more.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from benchmarks import speculate
 
@@ -22,3 +26,15 @@ def test_every_arm_answers_alike_and_is_counted(tmp_path: Path) -> None:
         assert row["identical"]
         assert row["accepted_per_pass"] >= 1
         assert arm != "plain" or row["accepted_per_pass"] == 1
+
+
+def test_the_rate_of_answers_of_different_lengths_is_that_of_their_steps() -> None:
+    lengths = [10, 10, 10, 160]
+    answers: list[Any] = [
+        SimpleNamespace(token_ids=[0] * (n + 1), ttft_ms=7.0, total_ms=7.0 + n * 20, draft_tokens=0, accepted_tokens=0)
+        for n in lengths
+    ]
+    totals = speculate.ArmTotals()
+    totals.add([speculate.BatchResult(answers, expected_seconds=160 * 0.02, branched=0)])
+    assert totals.rates == [pytest.approx(sum(lengths) / (160 * 0.02))]
+    assert totals.generated / totals.expected_seconds == pytest.approx(totals.rates[0])
