@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import random
 import subprocess
+import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import KVSidecarError
@@ -112,14 +114,11 @@ def row(kind: str, outcomes: list[RoundOutcome]) -> dict[str, Any]:
 
 def full_disk() -> list[RoundOutcome]:
     """Fill the disk: the arena must still serve, later chunks must become durable, and durable chunks must stay."""
-    node = Node(workers=0, arena_bytes="64MiB")
-    with small_disk(node.folder / "small", "2m") as mounted:
+    with tempfile.TemporaryDirectory(prefix="kvsidecar-disk-") as folder, small_disk(Path(folder), "2m") as mounted:
         if not mounted:
             report.console.print("full_disk_heals is left out: mounting a small tmpfs needs root")
-            node.log.close()
             return []
-        node._daemon_flags["store"] = node.folder / "small" / "store"
-        with node:
+        with Node(workers=0, arena_bytes="64MiB", daemon_flags={"store": Path(folder) / "store"}) as node:
             peer, outcome = Peer(node), RoundOutcome()
             stored = [[n] * 400 for n in range(100)]
             for ids in stored:
@@ -127,7 +126,7 @@ def full_disk() -> list[RoundOutcome]:
             until(lambda: bool(peer.stats().failed_writes), 20.0)
             outcome.wrong += sum(peer.read(ids) != 400 for ids in stored)
             began = time.monotonic()
-            subprocess.run(["mount", "-o", "remount,size=256m", str(node.folder / "small")], check=True)
+            subprocess.run(["mount", "-o", "remount,size=256m", folder], check=True)
             fresh = peer.put([1000] * 400)
             until(lambda: any(c.durable for c in peer.list_all() if c.prefix_hash == fresh), 60)
             outcome.recovery_ms = (time.monotonic() - began) * 1e3

@@ -27,9 +27,9 @@ class MemoryLimit:
         self.kind = ""
 
     def __enter__(self) -> MemoryLimit:
-        for kind, top, limit in (
-            ("cgroup v1", _TOP / "memory", "memory.limit_in_bytes"),
-            ("cgroup v2", _TOP, "memory.max"),
+        for kind, top, limit, swap in (
+            ("cgroup v1", _TOP / "memory", "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", self.limit_bytes)),
+            ("cgroup v2", _TOP, "memory.max", ("memory.swap.max", 0)),
         ):
             folder = top / self._name
             try:
@@ -37,6 +37,8 @@ class MemoryLimit:
                     continue
                 folder.mkdir()
                 (folder / limit).write_text(str(self.limit_bytes))
+                if (folder / swap[0]).exists():  # a kernel may lack this limit
+                    (folder / swap[0]).write_text(str(swap[1]))
             except OSError:
                 if folder.is_dir():
                     folder.rmdir()

@@ -5,7 +5,7 @@ arena_single  the same for a prompt of one chunk
 arena_write   Reserve, a copy into staging with its checksum, and Commit
 lmdb_cold     reads of the durable tier, after the page cache was dropped
 pread_cold    plain reads of the same file, after the page cache was dropped
-redis         one MGET of all chunks over a Unix socket, received into one buffer
+redis         one MGET of all chunks over a Unix socket, received into a buffer of one chunk
 redis_write   one SET per chunk, pipelined
 rpc           an empty call, which shows how much of a Match is gRPC's time
 
@@ -98,12 +98,16 @@ class Redis:
         assert self._client.recv(len(replies), socket.MSG_WAITALL) == replies
 
     def get(self, names: list[bytes], into: memoryview) -> None:
-        """Read all values into one buffer, including the protocol's few bytes between them."""
+        """Read all values, one after another, into the same buffer of one value's size."""
         asked = b"".join(b"$%d\r\n%s\r\n" % (len(n), n) for n in names)
         self._client.sendall(b"*%d\r\n$4\r\nMGET\r\n" % (len(names) + 1) + asked)
-        at = 0
-        while at < len(into):
-            at += self._client.recv_into(into[at:])
+        # The client knows the sizes of values and frames, so it need not parse the protocol.
+        frame = memoryview(bytearray(b"*%d\r\n" % len(names)))
+        self._client.recv_into(frame, 0, socket.MSG_WAITALL)
+        head, end = memoryview(bytearray(b"$%d\r\n" % len(into))), memoryview(bytearray(2))
+        for _ in names:
+            self._client.recvmsg_into([head, into, end], 0, socket.MSG_WAITALL)
+        assert (bytes(head), bytes(end)) == (b"$%d\r\n" % len(into), b"\r\n")
 
     def close(self) -> None:
         self._client.close()
@@ -153,9 +157,6 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         names = [b"chunk-%d" % n for n in range(chunks)]
         if redis is not None:
             redis.set(names, source)
-        # The client knows the sizes of values and frames, so it need not parse the protocol.
-        frame = len(b"$%d\r\n\r\n" % size)
-        received = memoryview(bytearray(len(b"*%d\r\n" % chunks) + chunks * (size + frame)))
 
         def copy_plain() -> None:
             for at in range(0, len(plain), size):
@@ -192,7 +193,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
             arms["arena_write"].measure(lambda fresh=fresh: store_prompt(peer, fresh, source), chunks)
             arms["grpc_stream"].measure(stream, len(hashes))
             if redis is not None:
-                arms["redis"].measure(lambda: redis.get(names, received), chunks)
+                arms["redis"].measure(lambda: redis.get(names, memoryview(target)), chunks)
                 arms["redis_write"].measure(lambda: redis.set(names, source), chunks)
             node.settle()
             root = keys.tenant_root(peer.namespace, b"")
