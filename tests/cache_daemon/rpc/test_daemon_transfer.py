@@ -81,6 +81,15 @@ def times(peer: Peer) -> dict[bytes, float | None]:
     return {c.prefix_hash: c.ttl_seconds if c.HasField("ttl_seconds") else None for c in peer.list_all()}
 
 
+def test_an_empty_address_is_not_taken_for_the_remote_tier(start: Start) -> None:
+    node = start()
+    peer = filled(node)
+    for command, option in (("push", "--to"), ("pull", "--from")):
+        with pytest.raises(InvalidRequest, match=f"{option} is empty; name one, or leave the option out to mean the"):
+            cache(command, peer.namespace.hex(), option, "", of=node)
+    peer.close()
+
+
 def test_the_time_that_is_left_goes_along(start: Start) -> None:
     here, there = start(), start()
     peer, other = Peer(here), Peer(there)

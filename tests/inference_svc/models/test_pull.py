@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,18 @@ def test_a_conversion_of_a_file_in_a_subfolder_is_removed_with_its_model(
     library.remove("org/sub:Q8_0")
     assert not made.exists()
     assert library.listed() == []
+
+
+def test_a_model_that_two_processes_remove_at_once_is_removed(library: ModelLibrary, gguf_file: Path) -> None:
+    convert_gguf(open_source(gguf_file), torch.float32)
+    (one,) = library.listed()
+    folder = Path(one.where)
+    with ThreadPoolExecutor(2) as threads:
+        with library.locked(folder):  # both have found it, and wait
+            both = [threads.submit(library.remove, one.name) for _ in range(2)]
+            time.sleep(0.2)
+        assert [removal.result(30) for removal in both] == [one.size_bytes] * 2
+    assert not folder.exists()
 
 
 def test_what_was_written_out_of_a_file_elsewhere_can_be_removed(library: ModelLibrary, gguf_file: Path) -> None:

@@ -130,13 +130,13 @@ class ModelLibrary:
 
     def discard(self, folder: Path, inode: int) -> None:
         """Remove a corrupt folder, identified by ``inode``, unless it was replaced meanwhile."""
-        if folder.is_dir():
-            self._discard(folder, inode)
+        self._discard(folder, inode)
 
     def _discard(self, folder: Path, inode: int | None = None) -> None:
         # Rename first, so that no process sees a partly deleted folder.
         with self.locked(folder):
-            if inode is not None and (not folder.is_dir() or folder.stat().st_ino != inode):
+            # Another process may have removed it meanwhile, or put another one there.
+            if not folder.is_dir() or (inode is not None and folder.stat().st_ino != inode):
                 return
             gone = folder.with_name(f"{_GONE}{folder.name}")
             shutil.rmtree(gone, ignore_errors=True)

@@ -35,20 +35,32 @@ _OPTIONS: dict[str, Any] = {
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, with full hashes.")]
 
 
-def _refuse_empty(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
-    """Refuse a given, but empty value, as of a script's unset variable: the command would apply to all tenants."""
-    source = context.get_parameter_source(str(option.name))
-    if not value and source is not None and source.name != "DEFAULT":
-        raise InvalidRequest(f"--{option.name} is empty; name one, or leave the option out to mean all tenants")
-    return value
+def refuse_empty(default: str) -> Callable[[typer.Context, typer.CallbackParam, str], str]:
+    """Return a callback that refuses a given, but empty value, as of a script's unset variable.
+
+    Without the refusal, the command would apply to ``default``.
+    """
+
+    def check(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
+        source = context.get_parameter_source(str(option.name))
+        if not value and source is not None and source.name != "DEFAULT":
+            raise InvalidRequest(f"{option.opts[0]} is empty; name one, or leave the option out to mean {default}")
+        return value
+
+    return check
 
 
 Namespace = Annotated[
-    str, typer.Option(callback=_refuse_empty, help="Only this namespace (64 hex digits), with --salt its tenant.")
+    str,
+    typer.Option(
+        callback=refuse_empty("all tenants"), help="Only this namespace (64 hex digits), with --salt its tenant."
+    ),
 ]
 Root = Annotated[
     str,
-    typer.Option(callback=_refuse_empty, help="Only this tenant root, or its first digits (`cache list --roots`)."),
+    typer.Option(
+        callback=refuse_empty("all tenants"), help="Only this tenant root, or its first digits (`cache list --roots`)."
+    ),
 ]
 Salt = Annotated[
     str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; empty for the default tenant.")

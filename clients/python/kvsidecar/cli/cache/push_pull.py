@@ -16,7 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cli.cache.daemon_target import Salt, at_daemon, connected, namespace_bytes, salt_bytes
+from kvsidecar.cli.cache.daemon_target import (
+    Salt,
+    at_daemon,
+    connected,
+    namespace_bytes,
+    refuse_empty,
+    salt_bytes,
+)
 from kvsidecar.daemon_transfer import TenantScope, TransferResult, descriptor_of, transfer_tenant
 from kvsidecar.errors import InvalidRequest
 
@@ -27,6 +34,7 @@ OtherCa = Annotated[
 ]
 OtherCert = Annotated[Path | None, typer.Option(help="PEM file of your certificate there.")]
 OtherKey = Annotated[Path | None, typer.Option(help="PEM file of its key.")]
+_OR_REMOTE_TIER = refuse_empty("the daemon's own remote tier")
 
 
 @at_daemon
@@ -34,7 +42,11 @@ def push(
     daemon: Any,
     namespace: Name,
     to: Annotated[
-        str, typer.Option(help="The other daemon's host:port, or socket; the daemon's own remote tier when left out.")
+        str,
+        typer.Option(
+            callback=_OR_REMOTE_TIER,
+            help="The other daemon's host:port, or socket; the daemon's own remote tier when left out.",
+        ),
     ] = "",
     to_token_file: OtherToken = None,
     to_ca: OtherCa = None,
@@ -59,7 +71,9 @@ def pull(
     source: Annotated[
         str,
         typer.Option(
-            "--from", help="The other daemon's host:port, or socket; the daemon's own remote tier when left out."
+            "--from",
+            callback=_OR_REMOTE_TIER,
+            help="The other daemon's host:port, or socket; the daemon's own remote tier when left out.",
         ),
     ] = "",
     from_token_file: OtherToken = None,
