@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 HELD_OUT_PERCENT = 2
+_FEWEST_TOKENS = 1024  # a row of training or evaluation has 513
 
 
 def dialogues(path: Path) -> Iterator[list[tuple[str, str]]]:
@@ -19,7 +20,7 @@ def dialogues(path: Path) -> Iterator[list[tuple[str, str]]]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             turns = json.loads(line)["turns"]
-            yield [("user" if t[0] in "Uu" else "assistant", str(t[1])) for t in turns if t[1]]
+            yield [("user" if str(t[0]).lower().startswith("u") else "assistant", str(t[1])) for t in turns if t[1]]
 
 
 def documents(path: Path) -> Iterator[str]:
@@ -56,14 +57,20 @@ def encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ``(training, held_out)`` uint16 token streams.
 
-    The first call builds the streams and caches them under ``cache``.
+    The first call with a tokenizer and its files builds the streams and caches them under ``cache``. Raises SystemExit
+    if the files have too little text.
     """
-    files = cache / "train.npy", cache / "held_out.npy"
+    inputs = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in (*dialogue_files, *document_files)]
+    identity = hashlib.sha256(f"{tokenizer.to_str()}{inputs}".encode()).hexdigest()[:16]
+    files = cache / f"train-{identity}.npy", cache / f"held_out-{identity}.npy"
     if not all(f.exists() for f in files):
         streams: tuple[list[int], list[int]] = ([], [])
         batch = list(texts(dialogue_files, document_files))
         for text, encoded in zip(batch, tokenizer.encode_batch(batch), strict=True):
             streams[is_held_out(text)].extend(encoded.ids)
+        for name, stream in zip(("training", "held-out"), streams, strict=True):
+            if len(stream) < _FEWEST_TOKENS:
+                raise SystemExit(f"the files have {len(stream)} {name} tokens; allowed are at least {_FEWEST_TOKENS}")
         cache.mkdir(parents=True, exist_ok=True)
         for stream, file in zip(streams, files, strict=True):
             np.save(file, np.asarray(stream, dtype=np.uint16))
