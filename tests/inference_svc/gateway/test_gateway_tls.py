@@ -19,7 +19,13 @@ from benchmarks.condition_wait import until
 from benchmarks.node import Node, free_port
 from tests.inference_svc.gateway.conftest import of_node
 
-COMMANDS = [("chat", "--max-tokens", "2"), ("generate", "hello", "--max-tokens", "2"), ("warm", __file__), ("why", "x")]
+COMMANDS = [
+    ("chat", "--max-tokens", "2"),
+    ("generate", "hello", "--max-tokens", "2"),
+    ("warm", __file__),
+    ("why", "x"),
+    ("bench", "--requests", "1", "--prefixes", "1", "--prefix-words", "5", "--max-tokens", "2"),
+]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 
 from kvsidecar.bench.shared_prefix_prompts import Prompt
+from kvsidecar.cli.gateway_target import failure_text
 from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable
 from kvsidecar.net.line_splitter import lines_of
 
@@ -26,7 +28,8 @@ _CONNECT_SECONDS = 10.0
 class BenchServer:
     """The server under test.
 
-    ``url`` ends in ``/v1``; an empty ``model`` selects the first listed model.
+    ``url`` ends in ``/v1``; an empty ``model`` selects the first listed model. Without ``tls``, the client trusts the
+    public authorities.
     """
 
     url: str
@@ -34,6 +37,7 @@ class BenchServer:
     key: str = ""
     chat: bool = True
     timeout_seconds: float = 600.0
+    tls: ssl.SSLContext | None = None
 
     def client(self, connections: int) -> httpx.AsyncClient:
         """Create a client. Raises InvalidRequest if the URL is none."""
@@ -41,7 +45,9 @@ class BenchServer:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         timeout = httpx.Timeout(self.timeout_seconds, connect=_CONNECT_SECONDS)
         try:
-            return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
+            return httpx.AsyncClient(
+                base_url=self.url, headers=headers, limits=limits, timeout=timeout, verify=self.tls or True
+            )
         except httpx.InvalidURL as error:
             raise InvalidRequest(f"{self.url!r} is no URL: {error}") from error
 
@@ -70,7 +76,7 @@ async def model_of(server: BenchServer) -> str:
                 raise KVSidecarError(f"{server.url}/models says {_reason(answer.status_code, answer.content)}")
             listed = [str(model["id"]) for model in answer.json()["data"] or ()]
     except httpx.HTTPError as error:
-        raise Unavailable(f"no answer from {server.url}: {error or type(error).__name__}; is it running?") from error
+        raise Unavailable(f"no answer from {server.url}: {failure_text(error)}; is it running?") from error
     except (ValueError, KeyError, TypeError) as error:
         raise KVSidecarError(f"{server.url}/models is no list of models; does the URL end in /v1?") from error
     if not listed:

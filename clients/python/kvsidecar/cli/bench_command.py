@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from kvsidecar.bench.log_replay import LogReplay
-from kvsidecar.cli.gateway_target import check_key
+from kvsidecar.cli.gateway_target import Ca, Cert, Key, TlsFiles, check_key
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
@@ -41,6 +41,9 @@ def bench(
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, callback=check_key, help="Bearer token.")
     ] = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts; default: random.")] = None,
     replay: Annotated[
         Path | None,
@@ -63,6 +66,8 @@ def bench(
         return
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url is {url!r}; it must begin with http:// or https://")
+    tls = TlsFiles(ca, cert, key)
+    tls.refuse_without_https(url)
     # Lazy: the HTTP client's import takes longer than most commands.
     from kvsidecar.bench.bench_run import run_benchmark
     from kvsidecar.bench.load_generator import BenchServer
@@ -70,7 +75,7 @@ def bench(
 
     shape = Shape(prefixes, prefix_words, question_words)
     seed = secrets.randbits(32) if seed is None else seed
-    server = BenchServer(url.rstrip("/"), model, api_key, chat=not completions)
+    server = BenchServer(url.rstrip("/"), model, api_key, chat=not completions, tls=tls.context())
     console = TerminalConsole(stderr=as_json)
     options = {"concurrency": concurrency, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
     result = asyncio.run(run_benchmark(server, shape, requests, seed, options, console))

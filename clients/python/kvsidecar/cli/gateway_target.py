@@ -63,6 +63,13 @@ class TlsFiles:
     def given(self) -> bool:
         return self != TlsFiles()
 
+    def refuse_without_https(self, url: str) -> None:
+        """Raise InvalidRequest if files are given for a URL that has no TLS."""
+        if self.given and not url.startswith("https://"):
+            raise InvalidRequest(
+                f"--ca, --cert and --key are for https, and {url} has no TLS; write https://, or omit them"
+            )
+
     def context(self) -> ssl.SSLContext:
         """Create a context that verifies the gateway's certificate and name. Raises ConfigurationError."""
         import httpx  # lazy: slow to import
@@ -97,10 +104,7 @@ def gateway_client(url: str, api_key: str, tls: TlsFiles, timeout: httpx.Timeout
 
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
-    if tls.given and not url.startswith("https://"):
-        raise InvalidRequest(
-            f"--ca, --cert and --key are for https, and {url} has no TLS; write https://, or omit them"
-        )
+    tls.refuse_without_https(url)
     root, headers = url.rstrip("/").removesuffix("/v1"), {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         return httpx.Client(base_url=root, headers=headers, timeout=timeout, verify=tls.context())
