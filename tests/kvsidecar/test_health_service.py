@@ -109,3 +109,28 @@ async def test_a_service_without_a_state() -> None:
         assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         await health.set("later", SERVING)
         assert (await anext(watching)).status == SERVING
+
+
+async def test_watches_beyond_the_limit_are_refused_and_checks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections of a listener together could hold half a million calls that never end."""
+    monkeypatch.setattr(health_service, "_MAX_WATCHES", 2)
+    async with (
+        asyncio.timeout(2 * SOON),
+        serve_listeners("", [Listener(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as (address,),
+        aio_channel(address) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == SERVING
+        watches[0].cancel()
+        while True:  # until the server has heard of it
+            try:
+                assert (await stub.Watch(health_pb2.HealthCheckRequest()).read()).status == SERVING
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)
+            else:
+                break

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 _WRITE_SECONDS = 10.0
+_MAX_WATCHES = 1024
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -22,6 +23,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._states: dict[str, HealthCheckResponse.ServingStatus] = {"": HealthCheckResponse.SERVING}
         self._changed, self._ending = asyncio.Event(), False
+        self._num_watches = 0
 
     async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         """Return a service's state. Ends with NOT_FOUND for a service without one."""
@@ -33,8 +35,19 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: HealthCheckRequest, context: Any) -> None:
         """Write a service's state, and each later one. Ends with a shutdown, or if the client takes nothing for 10 s.
 
-        A client that is slow may miss states between two others.
+        A client that is slow may miss states between two others. Ends with RESOURCE_EXHAUSTED beyond 1,024 watches.
         """
+        if self._num_watches >= _MAX_WATCHES:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"at most {_MAX_WATCHES} calls may watch at a time; use Check"
+            )
+        self._num_watches += 1
+        try:
+            await self._write_states(request, context)
+        finally:
+            self._num_watches -= 1
+
+    async def _write_states(self, request: HealthCheckRequest, context: Any) -> None:
         sent = None
         while True:
             changed, ending = self._changed, self._ending
