@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_the_doctor_shows_commands_that_can_be_copied(
     said = shown("doctor", KVSIDECAR_CACHE_SOCKET=full_disk, XDG_RUNTIME_DIR=str(tmp_path))
     assert "pip install 'kvsidecar[worker]'" in said
     assert WHY in said
+
+
+def test_the_doctor_does_not_take_a_daemon_that_hangs_for_one_that_does_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sock"
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(path))
+        hung.listen()
+        said = shown("doctor", KVSIDECAR_CACHE_SOCKET=str(path), XDG_RUNTIME_DIR=str(tmp_path))
+        assert f"not running on {path}" not in said
+        assert "see the daemon's log" in said
+    said = shown("doctor", KVSIDECAR_CACHE_SOCKET=str(path), XDG_RUNTIME_DIR=str(tmp_path))
+    assert f"not running on {path}" in said
 
 
 def test_the_statistics_show_why_a_tier_fails(full_disk: str) -> None:

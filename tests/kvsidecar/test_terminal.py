@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
+import subprocess
 import sys
 
 import structlog
+from kvsidecar.cli.printable import for_stream
 from kvsidecar.cli.service_settings import configure_logging
 from kvsidecar.cli.terminal import TerminalConsole
 from rich.table import Table
@@ -35,6 +38,35 @@ def test_a_terminal_gets_no_control_characters_of_what_is_shown() -> None:
 
 def test_a_file_gets_the_text_as_it_is() -> None:
     assert "\x1b]52;c;" in printed(terminal=False)
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """Run kvsidecar with a terminal as its output; return what the terminal got."""
+    reading, terminal = pty.openpty()
+    command = [sys.executable, "-m", "kvsidecar.cli.root_command", *arguments]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, check=False, timeout=60)
+    os.close(terminal)
+    got = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(reading, 65536):
+            got += part
+    os.close(reading)
+    return got.decode()
+
+
+def test_an_error_on_a_terminal_has_no_control_characters() -> None:
+    shown = on_a_terminal("cache", "list", "--namespace", "00" * 32, "--salt", "@/x\x1b]52;c;cm0gLXJmIH4=\x07")
+    assert "kvsidecar: cannot read the salt from /x]52;c;" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_stored_text_on_a_terminal_has_no_control_characters() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert for_stream(EVIL, io.StringIO()) == EVIL
+    assert not set(CONTROL) & set(for_stream(EVIL, Terminal()))
 
 
 def test_a_text_keeps_its_tabs_and_colons() -> None:

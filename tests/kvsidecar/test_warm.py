@@ -47,6 +47,12 @@ def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
     assert [found.fields for found in texts([listed])] == [{"prompt": text}]
 
 
+def test_a_text_keeps_its_line_ends(tmp_path: Path) -> None:
+    """Another text would be stored than the one that a request has."""
+    (tmp_path / "dos.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert [text.fields for text in texts([tmp_path / "dos.txt"])] == [{"prompt": "one\r\ntwo\rthree\n"}]
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [

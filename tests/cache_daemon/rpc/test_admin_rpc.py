@@ -274,7 +274,9 @@ def test_deleting_a_tenant_leaves_the_others(start: Callable[..., Node]) -> None
     peer.close()
 
 
-def test_tenants_that_no_worker_uses_are_found_and_deleted_by_their_root(start: Callable[..., Node]) -> None:
+def test_tenants_that_no_worker_uses_are_found_and_deleted_by_their_root(
+    start: Callable[..., Node], tmp_path: Path
+) -> None:
     """After an update, an operator knows neither the namespace nor the salts of older chunks."""
     node = start()
     peer = Peer(node)
@@ -290,6 +292,12 @@ def test_tenants_that_no_worker_uses_are_found_and_deleted_by_their_root(start: 
     for option in ("--root", "--namespace"):
         with pytest.raises(InvalidRequest, match=f"{option} is empty"):
             cache("delete", "--all", option, "", of=node)
+    (empty := tmp_path / "salt").touch()
+    with pytest.raises(InvalidRequest, match="has no salt"):
+        cache("delete", "--all", "--namespace", peer.namespace.hex(), "--salt", f"@{empty}", of=node)
+    for command in (("delete", "--all"), ("list",)):
+        with pytest.raises(InvalidRequest, match="--namespace is ' '; it must have 64 hex digits"):
+            cache(*command, "--namespace", " ", "--salt", "another", of=node)
     with pytest.raises(InvalidRequest, match="--namespace is empty"):
         cache("list", "--namespace", "", of=node)
     with pytest.raises(InvalidRequest, match="no tenant roots begin with 'zz'"):

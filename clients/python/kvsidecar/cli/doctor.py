@@ -25,11 +25,12 @@ from kvsidecar.cli.cache.output_format import percent
 from kvsidecar.cli.node_commands import gateway_of
 from kvsidecar.cli.sharing_group import numerics_text, sharing_groups
 from kvsidecar.cli.terminal import TerminalConsole
-from kvsidecar.errors import KVSidecarError, PermissionDenied
+from kvsidecar.errors import KVSidecarError, PermissionDenied, from_rpc
 from kvsidecar.extras import missing_packages
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import vllm_install as vllm
+from kvsidecar.net.channel import listens
 from kvsidecar.process.cpus import usable_cpus
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
@@ -199,7 +200,9 @@ def cache_findings() -> list[Finding]:
             stats = stub.Stats(cache_pb2.StatsRequest(), timeout=1)
     except PermissionDenied as error:
         return [Finding("cache daemon", _OK, f"runs; {error}")]
-    except KVSidecarError:
+    except KVSidecarError as error:
+        if listens(socket):
+            return [Finding("cache daemon", _BAD, str(error), "see the daemon's log")]
         return [Finding("cache daemon", _NOTE, f"not running on {socket}", "kvsidecar serve")]
     hits = HitRatios.of(stats)
     text = f"{stats.chunks} chunks, {stats.sessions} workers attached"
@@ -272,8 +275,11 @@ def _services() -> list[Finding]:
                 out.append(Finding(socket.stem, state, f"{text}; {told}" if told else text))
                 if m.reuse_anywhere.sentence:
                     out.append(Finding("reuse anywhere", _OK, m.reuse_anywhere.sentence))
-            except grpc.RpcError:
-                out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
+            except grpc.RpcError as error:
+                if listens(socket):
+                    out.append(Finding(socket.stem, _BAD, str(from_rpc(error)), "see the worker's log"))
+                else:
+                    out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
     if node := find_node(folder):
         gateway = gateway_of(node)
         advice = "" if gateway.serving else "wait for a worker's model; kvsidecar status"

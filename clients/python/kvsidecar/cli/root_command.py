@@ -22,6 +22,7 @@ from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import chat as chat_command
 from kvsidecar.cli import cost as cost_command
 from kvsidecar.cli import doctor as doctor_command
+from kvsidecar.cli.printable import for_stream
 from kvsidecar.errors import KVSidecarError
 
 app = typer.Typer(
@@ -84,7 +85,7 @@ def main() -> None:
     try:
         app()
     except KVSidecarError as error:
-        print(f"kvsidecar: {error}", file=sys.stderr)
+        print(for_stream(f"kvsidecar: {error}", sys.stderr), file=sys.stderr)
         sys.exit(1)
     except UnicodeDecodeError as error:
         print(f"kvsidecar: the file is not UTF-8: {error}", file=sys.stderr)

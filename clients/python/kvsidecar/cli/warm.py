@@ -137,7 +137,7 @@ def texts(paths: list[Path]) -> list[Text]:
 
 
 def _of_file(path: Path) -> list[Text]:
-    content = path.read_text(encoding="utf-8")
+    content = path.read_bytes().decode("utf-8")  # with the line ends that a request would have
     if path.suffix != _LISTS:
         return [Text(str(path), {"prompt": content})] if content.strip() else []
     lines = ((i, line) for i, line in enumerate(content.split("\n"), 1) if line.strip())

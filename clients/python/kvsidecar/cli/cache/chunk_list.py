@@ -18,6 +18,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, AsJson, Namespace, Salt, at_daemon, salt_bytes, scope
 from kvsidecar.cli.cache.output_format import as_dict, duration, print_json, where
+from kvsidecar.cli.printable import for_stream
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.client import Client
 from kvsidecar.errors import InvalidRequest, PermissionDenied, from_rpc
@@ -154,7 +155,7 @@ def show(
         return
     for name, value in details.items():
         label = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
-        print(f"{label + ':':<20}{_readable(name, value)}")
+        print(for_stream(f"{label + ':':<20}{_readable(name, value)}", sys.stdout))
 
 
 def _readable(name: str, value: Any) -> str:

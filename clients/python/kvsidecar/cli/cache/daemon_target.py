@@ -126,27 +126,33 @@ def connected(
 
 
 def namespace_bytes(text: str) -> bytes:
-    """Parse a namespace's hex digits; empty for none. Raises InvalidRequest."""
+    """Parse a namespace's hex digits; an empty text means none, but blanks do not. Raises InvalidRequest."""
     try:
         found = bytes.fromhex(text)
     except ValueError:
         found = b"?"
-    if len(found) not in (0, HASH_BYTES):
+    if text and len(found) != HASH_BYTES:
         raise InvalidRequest(f"--namespace is {text!r}; it must have {2 * HASH_BYTES} hex digits")
     return found
 
 
 def salt_bytes(text: str) -> bytes:
-    """Return the given salt, or the content of ``@FILE`` without the line end. Raises InvalidRequest."""
+    """Return the given salt, or the content of ``@FILE`` without the line end. Raises InvalidRequest.
+
+    A file must have a salt: one of a secret that is not mounted would select the default tenant.
+    """
     if not text.startswith("@"):
         try:
             return text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest("--salt is not UTF-8; give it as @FILE") from None
     try:
-        return Path(text[1:]).read_bytes().rstrip(b"\r\n")
+        found = Path(text[1:]).read_bytes().rstrip(b"\r\n")
     except OSError as error:
         raise InvalidRequest(f"cannot read the salt from {text[1:]}: {error.strerror}") from error
+    if not found:
+        raise InvalidRequest(f"the file {text[1:]} has no salt; leave --salt out to mean the default tenant")
+    return found
 
 
 def scope(namespace: str, salt: str) -> dict[str, Any]:
