@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import grpc
 import pytest
 from kvsidecar import AsyncClient, Client
-from kvsidecar.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from kvsidecar.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+
+from benchmarks.condition_wait import until
 
 
 def counted(response: Callable[[Worker], Any]) -> Any:
@@ -34,6 +37,8 @@ class Worker(InferenceServiceServicer):
 
     def __init__(self, folder: Path, number: int) -> None:
         self.name, self.code, self.pieces, self.asked = f"{number}", grpc.StatusCode.OK, 2, 0
+        self.free = threading.Event()
+        self.free.set()
         self._server = grpc.server(ThreadPoolExecutor(2))
         add_InferenceServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(f"unix:{folder}/worker-{number}.sock")
@@ -47,6 +52,7 @@ class Worker(InferenceServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         self.asked += 1
+        self.free.wait(30)
         if self.code is not grpc.StatusCode.OK:
             context.abort(self.code, "gone")
         return pb.GenerateResponse(text=self.name)
@@ -160,3 +166,25 @@ def test_who_names_a_worker_gets_that_one(workers: list[Worker], tmp_path: Path)
     with Client(tmp_path / "worker-1.sock") as client, pytest.raises(Unavailable):
         client.generate("x")
     assert [worker.asked for worker in workers] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("of_node", [True, False], ids=["the node's workers", "one worker"])
+def test_a_call_of_a_client_that_is_closed_is_cancelled_and_not_sent_again(
+    of_node: bool, workers: list[Worker], tmp_path: Path
+) -> None:
+    for worker in workers:
+        worker.free.clear()
+    client = Client(None if of_node else tmp_path / "worker-0.sock")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(client.generate, "hello")
+        until(lambda: workers[0].asked == 1)
+        client.close()
+        with pytest.raises(Cancelled, match="the client is closed"):
+            call.result(30)
+    for worker in workers:
+        worker.free.set()
+    assert [worker.asked for worker in workers] == [1, 0, 0]
+    for later in (lambda: client.generate("hello"), lambda: next(client.stream("hello"))):
+        with pytest.raises(Cancelled, match="the client is closed"):
+            later()
+    client.close()

@@ -151,7 +151,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        for channel in self._workers.channels.values():
+        """Close the connections. Running and later calls raise Cancelled."""
+        for channel in self._workers.close():
             channel.close()
 
     def wait_ready(self, seconds: float) -> None:
@@ -264,7 +265,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        for channel in self._workers.channels.values():
+        """Close the connections. Running and later calls raise Cancelled."""
+        for channel in self._workers.close():
             await channel.close()
 
     async def generate(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvsidecar.errors import Cancelled
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.net.addresses import socket_path
 from kvsidecar.process.runtime_dir import own_runtime_dir, socket_target
@@ -30,12 +31,13 @@ class WorkerChannels:
     """Channels to the workers, and the current one. Thread-safe.
 
     A channel stays open until the client is closed, because other threads may wait for an answer on it. The client
-    closes the channels.
+    closes the channels that ``close`` returns.
     """
 
     def __init__(self, address: str | Path | None, connect: Callable[[str], Any]) -> None:
         self._address, self._connect = address, connect
         self._lock = threading.Lock()
+        self.closed = False
         self.now = target_of(address)
         self.channels: dict[str, Any] = {self.now: connect(self.now)}
         self._stubs: dict[str, Any] = {self.now: InferenceServiceStub(self.channels[self.now])}
@@ -48,9 +50,16 @@ class WorkerChannels:
         """Return the stub of the current worker or of an earlier worker."""
         return self._stubs[target]
 
-    def another(self, tried: set[str]) -> bool:
-        """Switch to an untried worker; return whether there is one."""
+    def close(self) -> list[Any]:
+        """Stop further calls and retries; return all channels."""
         with self._lock:
+            self.closed = True
+            return list(self.channels.values())
+
+    def another(self, tried: set[str]) -> bool:
+        """Switch to an untried worker; return whether there is one. Raises Cancelled if the client is closed."""
+        with self._lock:
+            self.refuse_if_closed()
             if self.now not in tried:  # another thread has already switched
                 return True
             left = [target for target in self._all() if target not in tried]
@@ -61,6 +70,10 @@ class WorkerChannels:
                 self._stubs[left[0]] = InferenceServiceStub(self.channels[left[0]])
             self.now = left[0]
             return True
+
+    def refuse_if_closed(self) -> None:
+        if self.closed:
+            raise Cancelled("the client is closed")
 
     def _all(self) -> list[str]:
         if self._address is not None:
@@ -77,6 +90,7 @@ class RetryState:
         self._until = None if deadline is None else time.monotonic() + deadline
 
     def stub(self) -> Any:
+        self._workers.refuse_if_closed()
         self._asked = self._workers.now
         return self._workers.stub_of(self._asked)
 
